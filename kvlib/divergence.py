@@ -1,0 +1,110 @@
+"""KL(native ‖ path) over the whole vocabulary along forced tokens, and the oracle that forces them."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache
+
+from kvlib.cache import PrefixCache, check_prompt, forward
+from kvlib.errors import KvlibError
+from kvlib.handoff import handoff
+from kvlib.maps.base import CacheMap
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the native target says along the forced tokens.
+
+    inputs: (B, S) the tokens to read: the prompt's last one, then the forced ones but the last.
+    forced: (B, S) the token forced at each step. hidden: (B, S, C) native's final hidden states.
+    """
+
+    inputs: torch.Tensor
+    forced: torch.Tensor
+    hidden: torch.Tensor
+
+    def select(self, prompts) -> "Reference":
+        return Reference(self.inputs[prompts], self.forced[prompts], self.hidden[prompts])
+
+
+@torch.no_grad()
+def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
+    """Native's own greedy continuation of `prompts` (B, T); an end-of-text token does not stop it."""
+    check_prompt(target, prompts)
+    cache, head = DynamicCache(), target.get_output_embeddings()
+    positions = torch.arange(prompts.shape[1], device=prompts.device).unsqueeze(0)
+    state = forward(target, prompts, cache, positions)[:, -1:]
+    hidden, forced = [state], [head(state).argmax(-1)]
+    for step in range(steps - 1):
+        position = torch.full((1, 1), prompts.shape[1] + step, device=prompts.device)
+        state = forward(target, forced[-1], cache, position)
+        hidden.append(state)
+        forced.append(head(state).argmax(-1))
+    forced = torch.cat(forced, 1)
+    return Reference(torch.cat([prompts[:, -1:], forced[:, :-1]], 1), forced, torch.cat(hidden, 1))
+
+
+@torch.no_grad()
+def text_reference(target, prompts: torch.Tensor, continuation: torch.Tensor) -> Reference:
+    """Native along the text's own continuation (B, S) of `prompts` (B, T), in one pass."""
+    tokens = torch.cat([prompts, continuation[:, :-1]], 1)
+    check_prompt(target, tokens)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    hidden = forward(target, tokens, DynamicCache(), positions)
+    start = prompts.shape[1] - 1
+    return Reference(tokens[:, start:], continuation, hidden[:, start:])
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Per prompt and forced step, each (B, S): KL in nats, whether the argmax agrees, both argmaxes, and the
+    probability of the forced token under native and under the path."""
+
+    kl: torch.Tensor
+    agree: torch.Tensor
+    native_token: torch.Tensor
+    path_token: torch.Tensor
+    native_probability: torch.Tensor
+    path_probability: torch.Tensor
+
+    @classmethod
+    def cat(cls, parts: list["Divergence"]) -> "Divergence":
+        return cls(*(torch.cat([getattr(p, n) for p in parts]) for n in cls.__dataclass_fields__))
+
+
+@torch.no_grad()
+def divergence(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: torch.Tensor) -> Divergence:
+    """KL(native ‖ path) = Σ p (log p − log q), natural log, in float32 or wider; logits (B, S, V), forced (B, S).
+
+    Raises: KvlibError for logits that are not finite (their argmax is 0, so two broken paths would agree).
+    """
+    for name, logits in (("native", native_logits), ("path", path_logits)):
+        if not torch.isfinite(logits).all():
+            raise KvlibError(f"{name} logits hold NaN or infinity, expected finite values: check weights, cache and dtype")
+    wide = torch.float64 if native_logits.dtype == torch.float64 else torch.float32
+    native = native_logits.to(wide).log_softmax(-1)
+    path = path_logits.to(wide).log_softmax(-1)
+    native_token, path_token = native.argmax(-1), path.argmax(-1)
+
+    def of_forced(log_probabilities):
+        return log_probabilities.gather(-1, forced.unsqueeze(-1)).squeeze(-1).exp()
+
+    probabilities = (of_forced(native), of_forced(path))
+    kl = (native.exp() * (native - path)).sum(-1)
+    return Divergence(kl, native_token == path_token, native_token, path_token, *probabilities)
+
+
+@torch.no_grad()
+def path_divergence(
+    target, prefix: PrefixCache, cache_map: CacheMap, reference: Reference, mode: str = "auto", *, check: bool = True
+) -> Divergence:
+    """Hand `prefix` (B prompts) over through the map, force the reference's tokens, and compare with native.
+
+    An in-place map works on a copy here, so that the prefix can be used again.
+    """
+    if cache_map.why_not_affine and mode in ("auto", "in_place"):
+        prefix = prefix.clone()
+    head = target.get_output_embeddings()
+    with handoff(target, prefix, cache_map, mode, check=check) as active:
+        path = active.logits(reference.inputs)
+    return divergence(head(reference.hidden), path, reference.forced)

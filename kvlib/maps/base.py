@@ -1,0 +1,174 @@
+"""What every cache map offers, and how one is written to and read from safetensors."""
+
+import json
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvlib.attention import Affine
+from kvlib.cache import Geometry, PrefixCache
+from kvlib.errors import KvlibError
+
+FORMAT = "kvlib-map-1"
+CHUNK_TOKENS = 512  # positions corrected at a time in place: bounds the extra memory
+
+
+class CacheMap(ABC):
+    """A map of cached vectors, per layer and KV head, for keys and for values.
+
+    Subclasses are dataclasses whose fields that are not tensors are hyper-parameters, so `str(map)` is provenance.
+    """
+
+    kind: str
+
+    @property
+    @abstractmethod
+    def geometry(self) -> Geometry | None:
+        """Layers, KV heads and head_dim that it was made for; None when it fits any."""
+
+    @abstractmethod
+    def affine(self, layer: int) -> tuple[Affine, Affine] | None:
+        """(key map, value map) of a layer when each is affine in its own head's vector, else None."""
+
+    @abstractmethod
+    def correct(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New keys and values (B, H, T, D) of one layer, float32 or wider; `rotary` is cos, sin (B, T, D)."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights by name."""
+
+    @abstractmethod
+    def settings(self) -> dict:
+        """The hyper-parameters, JSON types only; with `tensors`, enough to rebuild the map."""
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, settings: dict, tensors: dict[str, torch.Tensor]) -> "CacheMap":
+        """The inverse of `settings` and `tensors`."""
+
+    @property
+    def why_not_affine(self) -> str | None:
+        """None when the map can be absorbed into attention, else the reason in a few words."""
+        return None
+
+    @property
+    def needs_rotary(self) -> bool:
+        return False
+
+    @property
+    def parameters(self) -> int:
+        """How many learned or fitted numbers it holds."""
+        return sum(t.numel() for t in self.tensors().values())
+
+    def to(self, *args, **kwargs) -> "CacheMap":
+        """A copy with every tensor through `Tensor.to`."""
+        return type(self).restore(self.settings(), {n: t.to(*args, **kwargs) for n, t in self.tensors().items()})
+
+    def check_fits(self, geometry: Geometry) -> None:
+        """Raises KvlibError unless the map was made for this many layers, KV heads and dimensions."""
+        if self.geometry is not None and self.geometry != geometry:
+            raise KvlibError(f"the {self.kind} map is for {self.geometry}, the cache is {geometry}: use a map fitted on this pair")
+        for name, tensor in self.tensors().items():
+            if not torch.isfinite(tensor).all():
+                raise KvlibError(f"tensor {name} of the {self.kind} map holds NaN or infinity: fit or train the map again")
+
+    @torch.no_grad()
+    def materialise(self, prefix: PrefixCache, rotary=None) -> PrefixCache:
+        """A corrected copy of the whole cache, in the cache's dtype; `rotary` as for `apply_`."""
+        cos_sin = self._rotary(rotary, prefix)
+        pairs = [self.correct(i, k, v, cos_sin) for i, (k, v) in enumerate(zip(prefix.keys, prefix.values))]
+        dtype = prefix.dtype
+        return PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
+
+    @torch.no_grad()
+    def apply_(self, prefix: PrefixCache, rotary=None, chunk_tokens: int = CHUNK_TOKENS) -> PrefixCache:
+        """Correct the cache where it lies, in chunks of positions: one pass, no second copy.
+
+        `rotary` is a callable (B, T) positions -> cos, sin (B, T, D) float32, needed by RoPE-stripped maps.
+        """
+        cos, sin = self._rotary(rotary, prefix)
+        for layer, (k, v) in enumerate(zip(prefix.keys, prefix.values)):
+            for start in range(0, prefix.tokens, chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                angles = (cos[:, part], sin[:, part]) if cos is not None else (None, None)
+                new_k, new_v = self.correct(layer, k[:, :, part], v[:, :, part], angles)
+                k[:, :, part], v[:, :, part] = new_k.to(k.dtype), new_v.to(v.dtype)
+        return prefix
+
+    def _rotary(self, rotary, prefix: PrefixCache):
+        if not self.needs_rotary:
+            return None, None
+        if rotary is None:
+            raise KvlibError("a RoPE-stripped map was given no rotary embedding: pass rotary_of(target)")
+        return rotary(prefix.positions)
+
+
+def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | None = None) -> None:
+    """Write a map as safetensors, whole or not at all.
+
+    Args:
+        pair: fingerprint of the pair that it was made for. provenance: JSON types, kept in the metadata.
+    """
+    path = Path(path)
+    metadata = {
+        "format": FORMAT,
+        "kind": cache_map.kind,
+        "settings": json.dumps(cache_map.settings(), sort_keys=True),
+        "pair": pair,
+        "provenance": json.dumps(provenance or {}, sort_keys=True),
+    }
+    tensors = {n: t.detach().cpu().contiguous() for n, t in cache_map.tensors().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def load_map(path: Path, *, pair: str | None) -> CacheMap:
+    """Read a map back.
+
+    Args:
+        pair: fingerprint of the pair it is to be used on; another pair's map is refused. None accepts any pair: ask
+            for it by name, `pair=None`.
+
+    Raises: KvlibError for a missing, truncated or foreign file, and for another pair's map.
+    """
+    from kvlib.maps import DirectMap, ResidualMap, RidgeMap  # here: each of them imports this file
+
+    kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError) as error:
+        raise KvlibError(f"{path} given, expected a map written by kvlib: it cannot be read ({error})") from error
+    if metadata.get("format") != FORMAT or metadata.get("kind") not in kinds:
+        raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
+    if pair is not None and metadata["pair"] != pair:
+        raise KvlibError(
+            f"{path} was made for the pair {metadata['pair'][:12]}, this pair is {pair[:12]}: use a map of this pair, "
+            "or pass pair=None to load it all the same"
+        )
+    try:
+        return kinds[metadata["kind"]].restore(json.loads(metadata["settings"]), tensors)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise KvlibError(f"{path} lacks a part of a {metadata['kind']} map ({error}): write it again") from error
+
+
+def map_provenance(path: Path) -> dict:
+    """The provenance that was saved with a map."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads((file.metadata() or {}).get("provenance", "{}"))

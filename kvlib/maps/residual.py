@@ -1,0 +1,146 @@
+"""A learned low-rank residual on a base map: the study's correction."""
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from kvlib.attention import IDENTITY, Affine
+from kvlib.cache import Geometry
+from kvlib.errors import KvlibError
+from kvlib.maps.base import CacheMap
+from kvlib.maps.ridge import RidgeMap
+
+RESIDUALS = ("linear", "quadratic")
+FEATURES = ("own", "rms", "rope_stripped")
+WEIGHTS = ("key_left", "key_right", "value_left", "value_right")
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding as Llama applies it: x (B, H, T, D), cos and sin (B, T, D)."""
+    half = x.shape[-1] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class ResidualMap(CacheMap):
+    """x' = b(x) + s · σ · f(x) A B, with f by `residual` and `features`.
+
+        linear, own      f = x / σ                        F = D
+        quadratic, own   f = [x / σ, (x / σ)²]            F = 2 D
+        rms              f = x / rms(x), per position     F = D (2 D when quadratic)
+        rope_stripped    keys: f = R(p)⁻¹ x / σ, and R(p) on the correction; values as own
+
+    key_left, value_left: A (L, H, F, r). key_right, value_right: B (L, H, r, D). key_scale, value_scale: σ (L, H),
+    the RMS of the source's cache on the training partition. base: None for direct, or a RidgeMap.
+    """
+
+    key_left: torch.Tensor
+    key_right: torch.Tensor
+    value_left: torch.Tensor
+    value_right: torch.Tensor
+    key_scale: torch.Tensor
+    value_scale: torch.Tensor
+    base: RidgeMap | None = None
+    residual: str = "linear"
+    features: str = "own"
+    scale: float = 1.0
+
+    kind = "residual"
+
+    @classmethod
+    def initial(
+        cls, key_scale, value_scale, head_dim: int, rank: int, *, residual="linear", features="own", base=None, generator
+    ) -> "ResidualMap":
+        """A random, B zero: the untrained map is its base. `generator` is a CPU torch.Generator."""
+        layers, heads = key_scale.shape
+        if not 1 <= rank <= head_dim:
+            raise KvlibError(f"rank {rank} given, expected 1 to head_dim = {head_dim}")
+        if residual not in RESIDUALS or features not in FEATURES:
+            raise KvlibError(f"residual {residual!r} with features {features!r} given, expected one of {RESIDUALS} and {FEATURES}")
+        width = head_dim * (2 if residual == "quadratic" else 1)
+        lefts = [torch.randn(layers, heads, width, rank, generator=generator) / width**0.5 for _ in range(2)]
+        rights = [torch.zeros(layers, heads, rank, head_dim) for _ in range(2)]
+        return cls(lefts[0], rights[0], lefts[1], rights[1], key_scale, value_scale, base, residual, features)
+
+    @property
+    def geometry(self):
+        layers, heads, _, dim = self.key_right.shape
+        return Geometry(layers, heads, dim)
+
+    @property
+    def rank(self) -> int:
+        return self.key_right.shape[2]
+
+    @property
+    def parameters(self) -> int:
+        """Learned numbers only: the base and σ are not trained."""
+        return sum(getattr(self, name).numel() for name in WEIGHTS)
+
+    @property
+    def why_not_affine(self):
+        if self.residual == "quadratic":
+            return "a quadratic residual is not affine in the cached vector"
+        if self.features == "rms":
+            return "RMS-normalised features divide by each position's own norm"
+        if self.features == "rope_stripped":
+            return "RoPE-stripped features depend on each position's rotation"
+        return None
+
+    @property
+    def needs_rotary(self):
+        return self.features == "rope_stripped"
+
+    def with_scale(self, scale: float) -> "ResidualMap":
+        """The same weights with another residual scale s."""
+        return replace(self, scale=scale)
+
+    def affine(self, layer):
+        if self.why_not_affine:
+            return None
+        bases = self.base.affine(layer) if self.base is not None else (IDENTITY, IDENTITY)
+        lefts = (self.key_left[layer], self.value_left[layer])
+        rights = (self.key_right[layer], self.value_right[layer])
+        return tuple(Affine(b.dense, b.bias, self.scale * a, r) for b, a, r in zip(bases, lefts, rights))
+
+    def correct(self, layer, keys, values, rotary=None):
+        keys, values = keys.to(self.key_left.dtype), values.to(self.key_left.dtype)
+        new_keys, new_values = (keys, values) if self.base is None else self.base.correct(layer, keys, values)
+        key_scale = self.key_scale[layer][:, None, None]  # (H, 1, 1)
+        value_scale = self.value_scale[layer][:, None, None]
+        stripped = self.features == "rope_stripped"
+        x = keys
+        if stripped:
+            cos, sin = rotary
+            # R(p)⁻¹ = R(−p); dividing by cos² + sin² undoes an attention scaling that some rope types carry
+            x = rotate(keys, cos, -sin) / (cos * cos + sin * sin).unsqueeze(1)
+        delta_keys = (self._features(x, key_scale) @ self.key_left[layer]) @ self.key_right[layer]
+        if stripped:
+            delta_keys = rotate(delta_keys, cos, sin)
+        delta_values = (self._features(values, value_scale) @ self.value_left[layer]) @ self.value_right[layer]
+        return new_keys + self.scale * key_scale * delta_keys, new_values + self.scale * value_scale * delta_values
+
+    def _features(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, D) -> (B, H, T, F)."""
+        if self.features == "rms":
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12)
+        else:
+            x = x / scale
+        return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
+
+    def tensors(self):
+        own = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+        if self.base is not None:
+            own |= {f"base.{name}": tensor for name, tensor in self.base.tensors().items()}
+        return own
+
+    def settings(self):
+        base = None if self.base is None else self.base.settings()
+        return {"residual": self.residual, "features": self.features, "scale": self.scale, "base": base}
+
+    @classmethod
+    def restore(cls, settings, tensors):
+        inner = {name.removeprefix("base."): t for name, t in tensors.items() if name.startswith("base.")}
+        own = {name: t for name, t in tensors.items() if not name.startswith("base.")}
+        base = RidgeMap.restore(settings["base"], inner) if settings["base"] is not None else None
+        return cls(**own, **{**settings, "base": base})

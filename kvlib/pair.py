@@ -1,0 +1,150 @@
+"""A source and a target that can share a cache: loading, compatibility, fingerprints."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvlib.cache import Geometry
+from kvlib.errors import KvlibError
+
+ROTARY_TOLERANCE = 1e-5  # cos and sin of two float32 models that agree differ by rounding only
+
+
+@dataclass(frozen=True)
+class ModelPair:
+    """Two models over one tokenizer. `ModelPair.load` checks that they fit; the constructor does not."""
+
+    target: PreTrainedModel
+    source: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu") -> "ModelPair":
+        """Load both from folders or hub ids and check them.
+
+        Raises: KvlibError naming both models and what does not fit.
+        """
+        models, tokenizers = [], []
+        for place in (target, source):
+            models.append(load_model(place, dtype=dtype, device=device))
+            tokenizers.append(load_tokenizer(place))
+        check_compatible(models[0], models[1], *tokenizers)
+        return cls(models[0], models[1], tokenizers[0])
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash for both models' weights and geometry, the same in every dtype that holds bfloat16."""
+        return hashlib.sha256((fingerprint(self.source) + fingerprint(self.target)).encode()).hexdigest()
+
+
+def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
+    """A causal language model in evaluation mode, frozen, with finite weights."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise KvlibError(f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}") from error
+    model = model.to(device).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight).all():
+            raise KvlibError(f"weight {name} of {place} holds NaN or infinity, expected finite values: download the model again")
+    return model
+
+
+def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise KvlibError(f"{place} given, expected a folder or hub id with a tokenizer: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """An error's first line: libraries put advice of many lines behind it."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def name_of(model) -> str:
+    return model.config.name_or_path or f"a {model.config.model_type} model"
+
+
+def fingerprint(model) -> str:
+    """SHA-256 over geometry, rotary settings and all weights (as bfloat16, so a dtype does not change it)."""
+    config = model.config
+    digest = hashlib.sha256(json.dumps([str(Geometry.of(model)), config.vocab_size, rope_settings(config)], sort_keys=True).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
+    return digest.hexdigest()
+
+
+def rope_settings(config) -> dict:
+    return dict(getattr(config, "rope_parameters", None) or {})
+
+
+def rotary_of(model):
+    """A callable: positions (B, T) -> cos, sin (B, T, D) in float32, as the model itself computes them."""
+    embedding = model.base_model.rotary_emb
+    device = next(model.parameters()).device
+
+    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return embedding(torch.zeros((), dtype=torch.float32, device=device), positions.to(device))
+
+    return rotary
+
+
+def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+    """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
+    names = f"source {name_of(source)} and target {name_of(target)}"
+
+    def differ(what, given, wanted, remedy):
+        raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
+
+    given, wanted = Geometry.of(source), Geometry.of(target)
+    for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
+        if getattr(given, field) != getattr(wanted, field):
+            differ(what, getattr(given, field), getattr(wanted, field), "choose a source with the target's cache shape")
+    for model in (source, target):
+        windows = [kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"]
+        sliding = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
+        if windows or sliding:
+            raise KvlibError(
+                f"{names} cannot share a cache: {name_of(model)} has layers with {windows[0] if windows else 'a sliding window'}, "
+                "expected full attention in every layer; choose another model"
+            )
+    if source.config.vocab_size != target.config.vocab_size:
+        differ("vocabulary size", source.config.vocab_size, target.config.vocab_size, "choose models with one tokenizer")
+    if target_tokenizer is not None and source_tokenizer is not None:
+        _check_tokenizers(names, target_tokenizer, source_tokenizer)
+    dtypes = [next(m.parameters()).dtype for m in (source, target)]
+    if dtypes[0] != dtypes[1]:
+        differ("dtype", *dtypes, "load both with the same dtype=")
+    _check_rotary(target, source, differ)
+
+
+def _check_tokenizers(names, target, source):
+    if source.get_vocab() != target.get_vocab():
+        ours, theirs = source.get_vocab(), target.get_vocab()
+        token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
+        raise KvlibError(
+            f"{names} differ in tokenizer: token {token!r} has id {ours.get(token)} against {theirs.get(token)}; "
+            "choose models with one tokenizer"
+        )
+    sample = "Two models, one cache: naïve 12,345 — déjà vu."
+    if source(sample).input_ids != target(sample).input_ids:
+        raise KvlibError(
+            f"{names} differ in tokenizer: the same sentence gives {source(sample).input_ids[:4]}… against "
+            f"{target(sample).input_ids[:4]}…; choose models that tokenise alike (an added BOS alone is enough to break a cache)"
+        )
+
+
+def _check_rotary(target, source, differ):
+    limits = [getattr(m.config, "max_position_embeddings", None) for m in (source, target)]
+    furthest = min([n for n in limits if n] or [2048]) - 1
+    positions = torch.tensor([[0, 1, 2, 63, furthest // 2, furthest]])
+    for given, wanted in zip(rotary_of(source)(positions), rotary_of(target)(positions)):
+        gap = float((given.cpu() - wanted.cpu()).abs().max())
+        if gap > ROTARY_TOLERANCE:
+            differ("rotary embedding", rope_settings(source.config), rope_settings(target.config), f"cos and sin are up to {gap:.2g} apart")

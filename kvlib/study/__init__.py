@@ -1,0 +1,1 @@
+"""The frozen study: partitions, arms, selection, records. Needs the packages of requirements.txt."""

@@ -1,0 +1,86 @@
+"""Stage 02: retrain the finalists on a disjoint partition with fixed seeds, and freeze one."""
+
+import time
+
+from kvlib.maps import DirectMap, save_map
+from kvlib.study.arms import chosen_arms
+from kvlib.study.freezing import freeze_manifest
+from kvlib.study.progress import Progress
+from kvlib.study.records import write_table
+from kvlib.study.run import Run
+from kvlib.study.scoring import summarise
+from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, _scored, prepare
+from kvlib.study.selection import freeze, mean_kl32, median_seed
+
+
+def run_confirmation(run: Run) -> dict:
+    """Confirm, choose by the rule, save the frozen map and its manifest; write `confirmation/summary.json`."""
+    import pandas as pd
+
+    summary = run.finished("confirmation")
+    if summary:
+        return summary
+    screening, started, profile = run.require("screening", "confirmation"), time.time(), run.profile
+    settings = {entry["arm"]: entry for entry in screening["chosen"]}
+    arms = [arm for name in screening["finalists"] for arm in chosen_arms(profile.screening) if arm.id == name]
+    seeds, prompts = profile.confirmation.seeds, profile.partitions.confirm_validate.items
+    total = (
+        profile.partitions.confirm_train.items * WINDOW_STEPS + prompts * (PROMPT_STEPS + 2 * SCORE_STEPS)
+        + sum(len(seeds) * (settings[arm.id]["checkpoint_step"] + prompts * SCORE_STEPS) for arm in arms)
+    )  # fmt: skip
+    progress = Progress("confirmation", total)
+    trainer, scorer = prepare(run, "confirm", run.require("pair", "confirmation"), progress)
+    units = prompts * SCORE_STEPS
+    tables = {}
+    for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
+        tables[name] = scorer.table(cache_map)
+        progress.advance(units, f"{name} scored")
+    records = []
+    for arm in arms:
+        step, scale = settings[arm.id]["checkpoint_step"], settings[arm.id]["scale"]
+        runs = []
+        for seed in seeds:
+            trained = trainer.train(arm, seed, step, progress, f"{arm.id}, seed {seed}")
+            entry = {"seed": seed, "status": trained["status"], "kl32": None, "se": None, "top1": None}
+            if trained["status"] == "finished":
+                table = _scored(trainer, scorer, arm, seed, step, scale, progress, units)
+                tables[f"{arm.id} seed {seed}"] = table
+                entry |= summarise(table)
+            runs.append(entry)
+            started = run.add_time("confirmation", started)
+        whole = all(entry["status"] == "finished" for entry in runs)
+        records.append(
+            {
+                "id": arm.id, "checkpoint_step": step, "scale": scale, "parameters": trained["parameters"], "runs": runs,
+                "mean_kl32": mean_kl32({"runs": runs}) if whole else None, "median_seed": median_seed(runs) if whole else None,
+            }
+        )  # fmt: skip
+    name, seed = freeze(records)
+    record = next(entry for entry in records if entry["id"] == name)
+    arm = next(arm for arm in arms if arm.id == name)
+    folder = run.stage("confirmation")
+    frozen_map = trainer.load(arm, seed, record["checkpoint_step"]).with_scale(record["scale"])
+    for file, cache_map in (("learned", frozen_map), ("ridge", trainer.ridge)):
+        save_map(cache_map, folder / f"{file}.safetensors", pair=trainer.pair, provenance={"arm": name, "seed": seed, "run": run.name})
+    write_table(folder / "validation.parquet", pd.concat([t.assign(arm=n) for n, t in tables.items()], ignore_index=True))
+    others = [entry["mean_kl32"] for entry in records if entry["id"] != name and entry["mean_kl32"] is not None]
+    why = f"mean KL32 {record['mean_kl32']:.5f} over {len(seeds)} seeds" + (f" against {others[0]:.5f}" if others else "")
+    frozen = {
+        "arm": name, "seed": seed, "checkpoint_step": record["checkpoint_step"], "scale": record["scale"],
+        "parameters": record["parameters"], "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size,
+        "why": f"{why}; the median of its seeds is {seed}",
+    }  # fmt: skip
+    manifest_hash, weights = freeze_manifest(run, frozen)
+    return run.publish(
+        "confirmation",
+        {
+            "arms": records,
+            "direct": summarise(tables["direct"]),
+            "ridge": summarise(tables["ridge"]),
+            "prompts": prompts,
+            "windows": len(trainer.store.windows),
+            "frozen": {**frozen, "weights_sha256": weights},
+            "manifest_hash": manifest_hash,
+        },
+        started,
+    )

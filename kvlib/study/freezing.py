@@ -1,0 +1,99 @@
+"""The frozen manifest: what is fixed before the final prompts are read, and the check that it still holds."""
+
+from pathlib import Path
+
+from kvlib.errors import KvlibError
+from kvlib.study.pairing import commit, environment
+from kvlib.study.records import append_line, hash_json, read_json, read_lines, sha256_file, write_json
+from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
+from kvlib.study.selection import FREEZE_RULE
+
+MAPS = ("learned", "ridge")
+
+
+def model_files(run: Run) -> dict[str, str]:
+    """SHA-256 of every weight file of models that the run made itself, by its place in the run."""
+    paths = sorted(path for role in ("target", "source") for path in (run.stage("pair") / role).glob("*.safetensors"))
+    return {str(path.relative_to(run.folder)): sha256_file(path) for path in paths}
+
+
+def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
+    """Write `confirmation/manifest.json`; returns (its hash, the learned map's SHA-256)."""
+    folder, pair = run.stage("confirmation"), run.require("pair", "confirmation")
+    partitions = read_json(run.stage("pair") / "partitions.json")
+    weights = {name: sha256_file(folder / f"{name}.safetensors") for name in MAPS}
+    manifest = {
+        "frozen": frozen,
+        "rule": FREEZE_RULE,
+        "weights": weights,
+        "models": model_files(run),
+        "pair": {role: pair[role]["fingerprint"] for role in ("source", "target")},
+        "partitions": {name: record["hash"] for name, record in partitions["partitions"].items()},
+        "final_prompts": [item["sha256"] for item in partitions["partitions"]["final"]["items"]],
+        "evaluation": run.profile.evaluation.model_dump(mode="json") | run.profile.prompt.model_dump(mode="json"),
+        "profile": hash_json(run.profile.model_dump(mode="json", exclude={"latency"})),
+        "kvlib": code_hash(),
+        "packages": environment()["packages"],
+        "commit": commit(),
+        "written": now(),
+    }
+    write_json(folder / "manifest.json", {**manifest, "hash": hash_json(manifest)})
+    return hash_json(manifest), weights["learned"]
+
+
+def check_manifest(run: Run) -> dict:
+    """The manifest, after everything it fixes was compared with what is there now.
+
+    Raises: KvlibError that names what is missing or differs.
+    """
+    path = run.stage("confirmation") / "manifest.json"
+    again = f"run `python -m kvlib run {NOTEBOOKS['confirmation']} --profile {run.profile.name} --run {run.name}`"
+    if not path.exists():
+        raise KvlibError(f"the frozen manifest {path} is missing, and the final prompts are opened only with it: {again} first")
+    manifest = read_json(path)
+    stated = manifest.pop("hash", None)
+    if hash_json(manifest) != stated:
+        raise KvlibError(f"the frozen manifest {path} was edited: its content does not match its own hash; restore it")
+    summary = run.require("confirmation", "frozen_evaluation")
+    if summary["manifest_hash"] != stated:
+        raise KvlibError(
+            f"the frozen manifest {path} has hash {stated[:12]}, the confirmation stage recorded {summary['manifest_hash'][:12]}: restore it"
+        )
+    partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
+    found = {
+        "the decision rule": (FREEZE_RULE, manifest["rule"]),
+        "the profile": (hash_json(run.profile.model_dump(mode="json", exclude={"latency"})), manifest["profile"]),
+        "kvlib's code": (code_hash(), manifest["kvlib"]),
+        "the partitions": ({name: record["hash"] for name, record in partitions.items()}, manifest["partitions"]),
+        "the final prompts": ([item["sha256"] for item in partitions["final"]["items"]], manifest["final_prompts"]),
+        "the models' weights": (model_files(run), manifest["models"]),
+    }
+    for name in MAPS:
+        file = run.stage("confirmation") / f"{name}.safetensors"
+        found[f"the {name} map's weights"] = (sha256_file(file) if file.exists() else "missing", manifest["weights"][name])
+    for what, (now_there, frozen) in found.items():
+        if now_there != frozen:
+            raise KvlibError(
+                f"{what} changed after the freeze ({short(frozen)} then, {short(now_there)} now), so the final prompts stay closed: "
+                f"restore it, or freeze anew: delete {path.parent / 'summary.json'} and {again}"
+            )
+    return {**manifest, "hash": stated}
+
+
+def short(value) -> str:
+    text = value if isinstance(value, str) else hash_json(value)
+    return text[:12]
+
+
+def ledger(run: Run) -> Path:
+    return run.stage("frozen_evaluation") / "ledger.jsonl"
+
+
+def openings(run: Run) -> list[dict]:
+    """Every opening of the final prompts in this run, oldest first."""
+    return read_lines(ledger(run))
+
+
+def record_opening(run: Run, manifest_hash: str) -> None:
+    """Append one opening. A killed stage that goes on under the same manifest and settings is the same opening."""
+    append_line(ledger(run), {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()})

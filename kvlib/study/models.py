@@ -1,0 +1,95 @@
+"""The models of a run: made once in the pair stage, loaded from its folder afterwards."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvlib.errors import KvlibError
+from kvlib.pair import first_line, load_model, load_tokenizer
+from kvlib.study.assets import fetch
+from kvlib.study.profile import GgufModel, HubModel, RandomModel
+from kvlib.study.run import Run
+
+CACHE_VARIABLE = "KVLIB_CACHE"  # where assets are kept; .cache in the project's folder unless set
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(__file__).resolve().parents[2] / ".cache")
+
+
+def place_of(run: Run, role: str) -> str:
+    """What to load the run's `target` or `source` from: its own folder, or a hub id or local folder as it is."""
+    model = getattr(run.profile.pair, role)
+    return model.id if isinstance(model, HubModel) else str(run.stage("pair") / role)
+
+
+def load_pair_model(run: Run, role: str, dtype: torch.dtype | None = None):
+    """The run's `target` or `source`, frozen; in the profile's dtype unless another is given."""
+    return load_model(place_of(run, role), dtype=dtype or getattr(torch, run.profile.pair.dtype))
+
+
+def load_pair_tokenizer(run: Run):
+    return load_tokenizer(place_of(run, "target"))
+
+
+def make_target(run: Run, tokenizer) -> None:
+    """Write the target as a Hugging Face folder, unless it is there or on the hub. `tokenizer` is for random models."""
+    wanted, folder = run.profile.pair.target, run.stage("pair") / "target"
+    if isinstance(wanted, HubModel) or folder.exists():
+        return
+    if isinstance(wanted, GgufModel):
+        model, tokenizer = load_gguf(fetch(wanted.asset, cache_folder()))
+    else:
+        model = random_llama(wanted, len(tokenizer), run.profile.seed, tokenizer)
+    save_folder(folder, model, tokenizer)
+
+
+def load_gguf(path: Path):
+    """(model, tokenizer) of a GGUF file, dequantised to float32."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise KvlibError(f"{path} given, expected a GGUF file of a Llama: {first_line(error)}; fetch it again") from error
+    # A GGUF model refuses save_pretrained until its quantisation record is cleared.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer, model.is_quantized = None, False
+    return model.eval().requires_grad_(False), tokenizer
+
+
+def random_llama(wanted: RandomModel, vocabulary: int, seed: int, tokenizer) -> LlamaForCausalLM:
+    """A Llama with normal weights of the wanted spread, drawn from `seed` alone."""
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=wanted.hidden_size, intermediate_size=wanted.intermediate_size,
+        num_hidden_layers=wanted.layers, num_attention_heads=wanted.heads, num_key_value_heads=wanted.kv_heads,
+        head_dim=wanted.head_dim, max_position_embeddings=wanted.max_positions, tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.ndim > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * wanted.spread)
+    return model.eval().requires_grad_(False)
+
+
+def save_folder(folder: Path, model, tokenizer) -> None:
+    """An ordinary Hugging Face folder with safetensors, whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(temporary, folder)
+    except OSError as error:
+        raise KvlibError(f"{folder} could not be written ({error}), expected room for a model: free some space and run again") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

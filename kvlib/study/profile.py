@@ -1,0 +1,247 @@
+"""Profiles: what a run is made of, validated at the door."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvlib.errors import KvlibError
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(gt=0)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, values are not coerced, and nothing changes after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class GgufModel(Strict):
+    """A model in a GGUF file that a package's wheel carries (a name in data/assets.yaml)."""
+
+    kind: Literal["gguf"]
+    asset: str
+
+
+class RandomModel(Strict):
+    """A Llama with random weights, for tests. `spread` is the standard deviation of its weights."""
+
+    kind: Literal["random"]
+    layers: Count
+    hidden_size: Count
+    intermediate_size: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    max_positions: Count
+    spread: Share = 0.2
+
+
+class HubModel(Strict):
+    """A model on the hub, or in a local folder."""
+
+    kind: Literal["hub"]
+    id: str
+    revision: str | None = None
+
+
+class PrunedModel(Strict):
+    """The target, width-pruned on the build partition's windows."""
+
+    kind: Literal["pruned"]
+    hidden_size: Count
+    intermediate_size: Count
+    penalty: Share = 1e-2
+
+
+class Pair(Strict):
+    target: Annotated[GgufModel | RandomModel | HubModel, Field(discriminator="kind")]
+    source: Annotated[PrunedModel | HubModel, Field(discriminator="kind")]
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class WikipediaCorpus(Strict):
+    """A MediaWiki dump (a name in data/assets.yaml)."""
+
+    kind: Literal["wikipedia"]
+    asset: str
+    min_characters: Count
+
+
+class GeneratedCorpus(Strict):
+    kind: Literal["generated"]
+    articles: Count
+    sentences: Count
+
+
+class Partition(Strict):
+    """`items` windows, prompts or prefixes drawn from `articles` articles that no other partition uses."""
+
+    articles: Count
+    items: Count
+
+
+class Partitions(Strict):
+    window_tokens: Annotated[int, Field(ge=2)]
+    build: Partition
+    screen_train: Partition
+    screen_validate: Partition
+    confirm_train: Partition
+    confirm_validate: Partition
+    final: Partition
+    latency: Partition
+
+
+class Prompt(Strict):
+    prefix_tokens: Annotated[int, Field(ge=2)]
+    forced_steps: Count
+
+
+class Training(Strict):
+    """dtype `auto` is bfloat16 where the processor or card computes in it, else float32."""
+
+    steps: Count
+    prompts_per_step: Count
+    micro_batch: Count | None = None
+    min_prefix_tokens: Annotated[int, Field(ge=2)]
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    cache_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    seed: int = 0
+
+
+class Screening(Strict):
+    learning_rates: Annotated[list[Share], Field(min_length=3, max_length=3)]
+    ranks: Annotated[list[Count], Field(min_length=4, max_length=4)]
+    centre_rank: Count
+    warmup_steps: Count
+    ridge_penalty: Share = 1e-3
+    arms: list[str] | None = None
+    select: Count
+    checkpoints: Annotated[list[Count], Field(min_length=1)]
+    scales: Annotated[list[Share], Field(min_length=1)]
+    finalists: Count
+
+
+class Confirmation(Strict):
+    seeds: Annotated[list[int], Field(min_length=1)]
+
+
+class Evaluation(Strict):
+    batch_prompts: Count
+    forcings: list[Literal["oracle", "text"]]
+    gate_tolerance: Share
+    gate_prefix_tokens: list[Annotated[int, Field(ge=2)]]
+
+
+class Latency(Strict):
+    """Counts are per length, in the order of `prefix_tokens`."""
+
+    prefix_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    warmups: list[Annotated[int, Field(ge=0)]]
+    repetitions: list[Count]
+    cold_repetitions: list[Annotated[int, Field(ge=0)]]
+    memory: bool = True
+
+
+class Profile(Strict):
+    name: str
+    label: str
+    seed: int
+    pair: Pair
+    corpus: Annotated[WikipediaCorpus | GeneratedCorpus, Field(discriminator="kind")]
+    partitions: Partitions
+    prompt: Prompt
+    training: Training
+    screening: Screening
+    confirmation: Confirmation
+    evaluation: Evaluation
+    latency: Latency
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        window, prompt = self.partitions.window_tokens, self.prompt
+        if self.training.min_prefix_tokens + prompt.forced_steps > window:
+            raise ValueError(
+                f"partitions.window_tokens is {window}, expected at least training.min_prefix_tokens + prompt.forced_steps"
+                f" = {self.training.min_prefix_tokens + prompt.forced_steps}"
+            )
+        late = [c for c in self.screening.checkpoints if c > self.training.steps]
+        if late:
+            raise ValueError(f"screening.checkpoints holds {late[0]}, expected at most training.steps = {self.training.steps}")
+        if self.screening.warmup_steps >= self.training.steps:
+            raise ValueError(
+                f"screening.warmup_steps is {self.screening.warmup_steps}, expected less than training.steps = {self.training.steps}"
+            )
+        if self.screening.centre_rank not in self.screening.ranks:
+            raise ValueError(
+                f"screening.centre_rank is {self.screening.centre_rank}, expected one of screening.ranks = {self.screening.ranks}"
+            )
+        if self.screening.finalists > self.screening.select:
+            raise ValueError(
+                f"screening.finalists is {self.screening.finalists}, expected at most screening.select = {self.screening.select}"
+            )
+        for name in ("screen_validate", "confirm_validate", "final"):
+            if getattr(self.partitions, name).items < 2:
+                raise ValueError(f"partitions.{name}.items is 1, expected at least 2: a standard error needs two prompts")
+        lengths = self.latency.prefix_tokens
+        if sorted(set(lengths)) != lengths:
+            raise ValueError(f"latency.prefix_tokens is {lengths}, expected different lengths, shortest first")
+        for name in ("warmups", "repetitions", "cold_repetitions"):
+            if len(getattr(self.latency, name)) != len(lengths):
+                raise ValueError(
+                    f"latency.{name} has {len(getattr(self.latency, name))} entries, expected {len(lengths)}, one for each of "
+                    "latency.prefix_tokens"
+                )
+        if isinstance(self.pair.target, RandomModel) and max(self.screening.ranks) > self.pair.target.head_dim:
+            raise ValueError(f"screening.ranks holds {max(self.screening.ranks)}, expected at most head_dim = {self.pair.target.head_dim}")
+        return self
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in (DATA / "profiles").glob("*.yaml"))
+
+
+def load_profile(name: str, overrides: dict | None = None) -> Profile:
+    """A profile by name (data/profiles/NAME.yaml) or by path.
+
+    Args:
+        overrides: values by dotted key, such as {"training.steps": 40}; keys must exist, values are validated.
+
+    Raises: KvlibError, one sentence, for an unknown name, key or a value that does not fit.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else DATA / "profiles" / f"{name}.yaml"
+    try:
+        values = yaml.safe_load(path.read_text())
+    except FileNotFoundError as error:
+        raise KvlibError(f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise KvlibError(f"profile {path} is no readable YAML: {str(error).splitlines()[0]}; compare it with data/profiles") from error
+    if not isinstance(values, dict):
+        raise KvlibError(f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles")
+    for key, value in (overrides or {}).items():
+        *parents, last = key.split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    try:
+        return Profile.model_validate(values)
+    except ValidationError as error:
+        raise KvlibError(f"profile {name}: {describe_error(error)}") from error
+
+
+def describe_error(error: ValidationError) -> str:
+    """The first finding of a validation, as one sentence."""
+    found = error.errors()[0]
+    key = ".".join(str(part) for part in found["loc"] if part not in ("gguf", "random", "hub", "pruned", "wikipedia", "generated"))
+    if found["type"] == "extra_forbidden":
+        return f"unknown key {key!r} given, expected only the keys of the profiles in data/profiles: correct or remove it"
+    if found["type"] == "missing":
+        return f"key {key!r} is missing: add it, as in the profiles in data/profiles"
+    message = found["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key} is {found['input']!r}, but {message[0].lower()}{message[1:]}: correct the value"

@@ -1,0 +1,161 @@
+"""A run: its folder, its effective profile, and which stages in it are finished."""
+
+import datetime
+import hashlib
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from kvlib.errors import KvlibError
+from kvlib.study.profile import Profile, load_profile
+from kvlib.study.records import hash_json, read_json, write_json
+
+STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
+NOTEBOOKS = dict(zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency")))
+FORMAT = 1  # of the run folder; raised when an older folder can no longer be read
+
+# The parts of a profile that each stage depends on; a stage also depends on everything before it.
+DEPENDS = {
+    "pair": ("seed", "pair", "corpus", "partitions", "prompt", "evaluation.gate_tolerance", "evaluation.gate_prefix_tokens"),
+    "screening": ("training", "screening"),
+    "confirmation": ("confirmation",),
+    "frozen_evaluation": ("evaluation",),
+    "latency": ("latency",),
+}
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """`results/<name>` with its profile. Parameters given once stay with the run until `reset`."""
+
+    def __init__(self, profile: Profile, name: str, folder: Path, overrides: dict):
+        self.profile, self.name, self.folder, self.overrides = profile, name, folder, overrides
+
+    @classmethod
+    def open(cls, profile: str, name: str | None = None, *, results: str | Path = "results", overrides: dict | None = None) -> "Run":
+        """Open or begin a run.
+
+        Args:
+            profile: a profile's name or path. name: the folder under `results`; the profile's name when None.
+            overrides: dotted keys to values; None values are ignored, others are remembered in the run.
+
+        Raises: KvlibError for bad values, and for a folder of another profile or format.
+        """
+        base = load_profile(profile)
+        name = name or base.name
+        if not name or name != Path(name).name or name.startswith("."):
+            raise KvlibError(f"run name {name!r} given, expected a plain folder name such as {base.name!r}")
+        folder = Path(results) / name
+        record_path = folder / "run.json"
+        remembered: dict = {}
+        if record_path.exists():
+            record = read_json(record_path)
+            if record.get("format") != FORMAT:
+                raise KvlibError(f"{folder} has format {record.get('format')}, this kvlib writes {FORMAT}: choose another run name")
+            if record.get("profile") != base.name:
+                raise KvlibError(
+                    f"{folder} is a run of profile {record.get('profile')!r}, profile {base.name!r} was given: choose another run name"
+                )
+            remembered = record.get("overrides", {})
+        given = {key: value for key, value in (overrides or {}).items() if value is not None}
+        merged = {**remembered, **given}
+        effective = load_profile(profile, merged)
+        if not record_path.exists() or merged != remembered:
+            write_json(record_path, {"format": FORMAT, "profile": base.name, "overrides": merged, "created": now()})
+        return cls(effective, name, folder, merged)
+
+    def stage(self, stage: str) -> Path:
+        return self.folder / stage
+
+    def key(self, stage: str) -> str:
+        """Hash of everything in the profile that the stage's records depend on, earlier stages included."""
+        upstream = STAGES[: STAGES.index(stage)]
+        if stage == "latency":  # needs the frozen map, not the final evaluation
+            upstream = tuple(s for s in upstream if s != "frozen_evaluation")
+        keys = [key for name in (*upstream, stage) for key in DEPENDS[name]]
+        values = self.profile.model_dump(mode="json")
+        return hash_json({key: _dig(values, key) for key in keys})
+
+    def finished(self, stage: str) -> dict | None:
+        """The stage's summary if it is there and belongs to the run's present settings."""
+        path = self.stage(stage) / "summary.json"
+        if not path.exists():
+            return None
+        summary = read_json(path)
+        return summary if summary.get("key") == self.key(stage) else None
+
+    def require(self, stage: str, wanted_by: str) -> dict:
+        """The summary of an earlier stage. Raises KvlibError with the command to run when there is none."""
+        summary = self.finished(stage)
+        if summary is None:
+            present = (self.stage(stage) / "summary.json").exists()
+            state = "was made with other settings" if present else "has not been run"
+            raise KvlibError(
+                f"stage {wanted_by} of run {self.name} needs stage {stage}, which {state}: run "
+                f"`python -m kvlib run {NOTEBOOKS[stage]} --profile {self.profile.name} --run {self.name}` first"
+            )
+        return summary
+
+    def publish(self, stage: str, summary: dict, started: float) -> dict:
+        """Write a stage's summary: the last thing a stage does, so that its presence means the stage is whole."""
+        whole = {
+            "profile": self.profile.name,
+            "label": self.profile.label,
+            "run": self.name,
+            "key": self.key(stage),
+            "created": now(),
+            "duration_s": round(self._spent(stage) + time.time() - started, 1),
+            **summary,
+        }
+        write_json(self.stage(stage) / "summary.json", whole)
+        (self.stage(stage) / "spent.json").unlink(missing_ok=True)
+        return whole
+
+    def add_time(self, stage: str, started: float) -> float:
+        """Remember the time spent so far on a stage, so that a killed stage's duration is still whole."""
+        present = time.time()
+        write_json(self.stage(stage) / "spent.json", {"key": self.key(stage), "seconds": self._spent(stage) + present - started})
+        return present
+
+    def _spent(self, stage: str) -> float:
+        path = self.stage(stage) / "spent.json"
+        if not path.exists():
+            return 0.0
+        record = read_json(path)
+        return record["seconds"] if record["key"] == self.key(stage) else 0.0
+
+
+def _dig(values: dict, key: str):
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def code_hash() -> str:
+    """SHA-256 over kvlib's source files, the report floor left out: a reader may edit charts of a finished run."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if name.parts[0] != "report":
+            digest.update(f"{name}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def training_dtype(name: str) -> torch.dtype:
+    """A profile's training dtype; `auto` asks the processor whether it multiplies bfloat16 in hardware."""
+    if name != "auto":
+        return getattr(torch, name)
+    if torch.cuda.is_available():
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    flags = Path("/proc/cpuinfo")
+    text = flags.read_text() if flags.exists() else ""
+    return torch.bfloat16 if any(flag in text for flag in ("avx512_bf16", "amx_bf16")) else torch.float32

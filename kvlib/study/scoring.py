@@ -1,0 +1,43 @@
+"""Score maps on stored prompts: KL32 and top-1 per prompt, in the models' own dtype."""
+
+import numpy as np
+import pandas as pd
+
+from kvlib.divergence import Divergence, path_divergence
+from kvlib.maps import CacheMap
+from kvlib.study.statistics import describe
+from kvlib.study.store import PromptStore
+
+
+class Scorer:
+    """Scores maps on one partition's prompts; the prompts are read into memory once.
+
+    Args:
+        store: filled prompts. target: the frozen target. forcing: along which tokens.
+    """
+
+    def __init__(self, store: PromptStore, target, forcing: str = "oracle"):
+        self.target = target
+        self.batches = [(prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)]
+
+    def divergence(self, cache_map: CacheMap) -> Divergence:
+        """Over all prompts, (N, S)."""
+        parts = [path_divergence(self.target, prefix, cache_map, reference, check=False) for prefix, reference in self.batches]
+        return Divergence.cat(parts)
+
+    def table(self, cache_map: CacheMap) -> pd.DataFrame:
+        """One row per prompt: prompt, kl32 (nats), top1 (share of steps)."""
+        found = self.divergence(cache_map)
+        return pd.DataFrame(
+            {
+                "prompt": range(len(found.kl)),
+                "kl32": found.kl.double().mean(-1).tolist(),
+                "top1": found.agree.double().mean(-1).tolist(),
+            }
+        )
+
+
+def summarise(table: pd.DataFrame) -> dict:
+    """kl32, se, median_kl32 and top1 over prompts."""
+    kl = describe(table["kl32"])
+    return {"kl32": kl["mean"], "se": kl["se"], "median_kl32": kl["median"], "top1": float(np.mean(table["top1"]))}

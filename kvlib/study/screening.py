@@ -1,0 +1,163 @@
+"""Stage 01: train every arm, rank by validation KL32, then look at checkpoints and scales of the best."""
+
+import time
+
+import pandas as pd
+import torch
+
+from kvlib.cache import Geometry
+from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
+from kvlib.pair import fingerprint
+from kvlib.study.arms import chosen_arms, slices
+from kvlib.study.learning import Trainer
+from kvlib.study.models import load_pair_model, load_pair_tokenizer
+from kvlib.study.pairing import load_partitions
+from kvlib.study.progress import Progress
+from kvlib.study.records import hash_json, read_json, write_json, write_table
+from kvlib.study.run import Run, training_dtype
+from kvlib.study.scoring import Scorer, summarise
+from kvlib.study.selection import choose_settings, finalists, rank_arms
+from kvlib.study.store import PromptStore, WindowStore
+
+# What the parts cost, in training steps, so that the time left can be told; measured on two cores.
+WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
+
+
+def pair_fingerprint(summary: dict) -> str:
+    """The pair's hash from the two models' in the pair stage's summary; equals `ModelPair.fingerprint`."""
+    import hashlib
+
+    return hashlib.sha256((summary["source"]["fingerprint"] + summary["target"]["fingerprint"]).encode()).hexdigest()
+
+
+def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Trainer, Scorer]:
+    """Windows, ridge map, validation prompts and the frozen target of a stage ("screen" or "confirm")."""
+    profile, partitions, tokenizer = run.profile, load_partitions(run), load_pair_tokenizer(run)
+    folder = run.stage("screening" if stage == "screen" else "confirmation")
+    dtype = training_dtype(profile.training.dtype)
+    windows = partitions.tokens(f"{stage}_train", tokenizer)
+    prompts = partitions.tokens(f"{stage}_validate", tokenizer)
+    target = load_pair_model(run, "target")
+    geometry, cache_dtype = Geometry.of(target), getattr(torch, profile.training.cache_dtype)
+    data_key = hash_json([run.key("pair"), str(dtype), str(cache_dtype), profile.screening.ridge_penalty])[:10]
+    store = WindowStore(folder / f"windows-{data_key}", windows, geometry, target.config.hidden_size, cache_dtype)
+    validation = PromptStore(folder / f"prompts-{data_key}", prompts, profile.prompt.prefix_tokens, ["oracle"], profile.evaluation.batch_prompts)
+    source = load_pair_model(run, "source")
+    _check_fingerprints(pair, target, source)
+    validation.fill(source, target, progress, PROMPT_STEPS)
+    training_target = load_pair_model(run, "target", dtype)
+    store.fill(source.to(dtype), training_target, progress, WINDOW_STEPS)
+    del source
+    fingerprint_of_pair = pair_fingerprint(pair)
+    ridge = _ridge(folder / f"ridge-{data_key}.safetensors", store, profile.screening.ridge_penalty, fingerprint_of_pair)
+    trainer = Trainer(
+        profile, store, training_target, target.get_output_embeddings().weight.detach().float(), ridge, store.source_scale(),
+        fingerprint_of_pair, folder / "arms",
+        key=hash_json([data_key, profile.training.model_dump(mode="json"), profile.screening.checkpoints]),
+    )  # fmt: skip
+    return trainer, Scorer(validation, target)
+
+
+def _check_fingerprints(pair: dict, target, source) -> None:
+    from kvlib.errors import KvlibError
+
+    for role, model in (("target", target), ("source", source)):
+        if fingerprint(model) != pair[role]["fingerprint"]:
+            raise KvlibError(
+                f"the {role}'s weights are not those that the pair stage recorded ({pair[role]['fingerprint'][:12]}): "
+                "restore them, or begin a new run"
+            )
+
+
+def _ridge(path, store: WindowStore, penalty: float, pair: str) -> RidgeMap:
+    if not path.exists():
+        save_map(store.fit_ridge(penalty), path, pair=pair, provenance={"penalty": penalty, "windows": len(store.windows)})
+    return load_map(path, pair=pair)
+
+
+def run_screening(run: Run) -> dict:
+    """Train and score every arm; write `screening/summary.json`, curves.parquet and validation.parquet."""
+    summary = run.finished("screening")
+    if summary:
+        return summary
+    pair, started, profile = run.require("pair", "screening"), time.time(), run.profile
+    settings, steps = profile.screening, profile.training.steps
+    arms = chosen_arms(settings)
+    prompts = profile.partitions.screen_validate.items
+    grid_size = settings.select * len(settings.checkpoints) * len(settings.scales)
+    total = (
+        profile.partitions.screen_train.items * WINDOW_STEPS + prompts * PROMPT_STEPS
+        + len(arms) * steps + (len(arms) + 2 + grid_size) * prompts * SCORE_STEPS
+    )  # fmt: skip
+    progress = Progress("screening", total)
+    trainer, scorer = prepare(run, "screen", pair, progress)
+    seed = profile.training.seed
+    score_units = prompts * SCORE_STEPS
+
+    tables = {}
+    for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
+        tables[name] = scorer.table(cache_map)
+        progress.advance(score_units, f"{name} scored")
+    records, curves = [], []
+    for number, arm in enumerate(arms, 1):
+        trained = trainer.train(arm, seed, steps, progress, f"arm {number} of {len(arms)}")
+        curves.append(trainer.curve(arm, seed))
+        record = {**arm.record(), **trained, "kl32": None, "se": None, "median_kl32": None, "top1": None}
+        if trained["status"] == "finished":
+            tables[arm.id] = _scored(trainer, scorer, arm, seed, steps, 1.0, progress, score_units)
+            record |= summarise(tables[arm.id])
+        records.append(record)
+        started = run.add_time("screening", started)
+    order = rank_arms(records)
+    for record in records:
+        record["order"] = order.index(record["id"]) + 1 if record["id"] in order else None
+
+    selected = order[: settings.select]
+    by_id, grid = {arm.id: arm for arm in arms}, []
+    for name in selected:
+        for step in settings.checkpoints:
+            for scale in settings.scales:
+                table = _scored(trainer, scorer, by_id[name], seed, step, scale, progress, score_units)
+                grid.append({"arm": name, "checkpoint_step": step, "scale": scale, **summarise(table)})
+    best = choose_settings(grid)
+    parameters = {record["id"]: record["parameters"] for record in records}
+    chosen = finalists(best, parameters, min(len(best), settings.select))
+    folder = run.stage("screening")
+    write_table(folder / "curves.parquet", pd.concat(curves, ignore_index=True))
+    write_table(folder / "validation.parquet", pd.concat([t.assign(arm=name) for name, t in tables.items()], ignore_index=True))
+    present = {arm.id for arm in arms}
+    axes = {
+        axis.removesuffix("_steps"): {base: [a.id for a in members if a.id in present] for base, members in by_base.items()}
+        for axis, by_base in slices(settings).items()
+    }
+    return run.publish(
+        "screening",
+        {
+            "arms": records,
+            "direct": summarise(tables["direct"]),
+            "ridge": summarise(tables["ridge"]),
+            "prompts": prompts,
+            "steps": steps,
+            "prompts_per_step": profile.training.prompts_per_step,
+            "windows": len(trainer.store.windows),
+            "training_dtype": str(training_dtype(profile.training.dtype)).removeprefix("torch."),
+            "slices": axes,
+            "selected": selected,
+            "grid": grid,
+            "chosen": [best[name] for name in chosen],
+            "finalists": finalists(best, parameters, settings.finalists),
+        },
+        started,
+    )
+
+
+def _scored(trainer: Trainer, scorer: Scorer, arm, seed, step, scale, progress, units) -> pd.DataFrame:
+    """The validation table of one checkpoint at one scale, from its record when there is one."""
+    path = trainer.place(arm, seed) / f"scored-{step:05d}-{scale:g}.json"
+    if path.exists():
+        progress.skip(units)
+        return pd.DataFrame(read_json(path))
+    table = scorer.table(trainer.load(arm, seed, step).with_scale(scale))
+    write_json(path, {name: table[name].tolist() for name in table})
+    progress.advance(units, f"scored {arm.id} at step {step}, scale {scale:g}")
+    return table

@@ -1,0 +1,147 @@
+"""Caches computed once: training windows in memory-mapped files, prompts with their references in safetensors."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from kvlib.cache import Geometry, PrefixCache, prefill
+from kvlib.divergence import Reference, oracle_reference, text_reference
+from kvlib.errors import KvlibError
+from kvlib.maps import RidgeAccumulator, RidgeMap
+from kvlib.study.progress import Progress
+from kvlib.study.records import read_json, read_tensors, write_json, write_tensors
+from kvlib.training import Batch
+
+WINDOWS_AT_ONCE = 4
+
+
+class WindowStore:
+    """Both models' caches over N training windows, and the target's final hidden states.
+
+    Files in `folder`: source.bin and target.bin (N, L, 2, H, T, D) with keys before values, hidden.bin (N, T, C).
+    `windows.json` says how many windows are whole: a killed run goes on from there.
+    """
+
+    def __init__(self, folder: Path, windows: torch.Tensor, geometry: Geometry, hidden_size: int, dtype: torch.dtype):
+        self.folder, self.windows, self.geometry, self.dtype = Path(folder), windows, geometry, dtype
+        count, tokens = windows.shape
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shape = (count, geometry.layers, 2, geometry.heads, tokens, geometry.head_dim)
+        self.source = self._map("source.bin", shape, dtype)
+        self.target = self._map("target.bin", shape, dtype)
+        self.hidden = self._map("hidden.bin", (count, tokens, hidden_size), torch.float32)
+
+    def _map(self, name: str, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+        size = 1
+        for axis in shape:
+            size *= axis
+        path = self.folder / name
+        try:
+            return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
+        except RuntimeError as error:
+            needed = size * torch.empty(0, dtype=dtype).element_size() / 2**30
+            raise KvlibError(
+                f"{path} could not be mapped, expected room for {needed:.1f} GiB: free some disk space and run again"
+            ) from error
+
+    @property
+    def complete(self) -> int:
+        path = self.folder / "windows.json"
+        return read_json(path)["complete"] if path.exists() else 0
+
+    @torch.no_grad()
+    def fill(self, source, target, progress: Progress, units_per_window: float) -> "WindowStore":
+        """Prefill the windows that are missing, with models in the dtype that training computes in."""
+        complete, count = self.complete, len(self.windows)
+        progress.skip(complete * units_per_window)
+        for start in range(complete, count, WINDOWS_AT_ONCE):
+            part = slice(start, min(start + WINDOWS_AT_ONCE, count))
+            ids = self.windows[part].to(next(target.parameters()).device)
+            self._keep(self.source, part, prefill(source, ids))
+            cache, hidden = prefill(target, ids, return_hidden=True)
+            self._keep(self.target, part, cache)
+            self.hidden[part] = hidden.float().cpu()
+            write_json(self.folder / "windows.json", {"complete": part.stop})
+            progress.advance((part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}")
+        return self
+
+    @staticmethod
+    def _keep(place: torch.Tensor, part: slice, cache: PrefixCache) -> None:
+        cache.check_finite("a model")
+        for layer, (k, v) in enumerate(zip(cache.keys, cache.values)):
+            place[part, layer, 0], place[part, layer, 1] = k.cpu(), v.cpu()
+
+    def batch(self, chosen: list[int], cuts: list[int], steps: int, *, with_target: bool) -> Batch:
+        """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced."""
+        lengths = torch.tensor(cuts) - 1
+        longest = int(lengths.max())
+        valid = torch.arange(longest) < lengths[:, None]  # (B, T)
+        inputs = torch.stack([self.windows[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
+        hidden = torch.stack([self.hidden[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
+        source = self._cut(self.source, chosen, longest, valid)
+        return Batch(source, self._cut(self.target, chosen, longest, valid) if with_target else source, inputs, hidden)
+
+    @staticmethod
+    def _cut(place: torch.Tensor, chosen: list[int], tokens: int, valid: torch.Tensor) -> PrefixCache:
+        rows = torch.stack([place[n, ..., :tokens, :] for n in chosen], 2)  # (L, 2, B, H, T, D)
+        return PrefixCache(list(rows[:, 0]), list(rows[:, 1]), valid)
+
+    def pair_of_caches(self, n: int) -> tuple[PrefixCache, PrefixCache]:
+        """(source, target) cache of window n, each with one prompt."""
+        rows = (place[n].unsqueeze(2) for place in (self.source, self.target))  # (L, 2, 1, H, T, D)
+        return tuple(PrefixCache(list(row[:, 0]), list(row[:, 1])) for row in rows)
+
+    def fit_ridge(self, penalty: float) -> RidgeMap:
+        """The ridge map over every position of every window, window by window."""
+        sums = RidgeAccumulator(self.geometry)
+        for n in range(len(self.windows)):
+            sums.add(*self.pair_of_caches(n))
+        return sums.solve(penalty)
+
+    def source_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """σ of keys and of values, each (L, H): the RMS of the source's cache over all windows."""
+        total = sum(self.source[n].double().pow(2).mean((-1, -2)) for n in range(len(self.windows)))  # (L, 2, H)
+        scale = (total / len(self.windows)).sqrt().float()
+        return scale[:, 0], scale[:, 1]
+
+
+class PromptStore:
+    """Prompts in batches, each with the source's cache, native's references and the tokens; one file per batch."""
+
+    def __init__(self, folder: Path, tokens: torch.Tensor, prefix_tokens: int, forcings: list[str], batch_prompts: int):
+        self.folder, self.tokens, self.prefix_tokens = Path(folder), tokens, prefix_tokens
+        self.forcings, self.batch_prompts = forcings, batch_prompts
+
+    @property
+    def starts(self) -> range:
+        return range(0, len(self.tokens), self.batch_prompts)
+
+    def path(self, start: int) -> Path:
+        return self.folder / f"prompts-{start:04d}.safetensors"
+
+    @torch.no_grad()
+    def fill(self, source, target, progress: Progress, units_per_prompt: float) -> "PromptStore":
+        for start in self.starts:
+            prompts = self.tokens[start : start + self.batch_prompts]
+            units = len(prompts) * units_per_prompt
+            if self.path(start).exists():
+                progress.skip(units)
+                continue
+            cut, steps = self.prefix_tokens, prompts.shape[1] - self.prefix_tokens
+            head, tail = prompts[:, :cut], prompts[:, cut:]
+            cache = prefill(source, head[:, :-1]).check_finite("the source")
+            tensors = {"keys": torch.stack(cache.keys), "values": torch.stack(cache.values)}
+            for forcing in self.forcings:
+                reference = oracle_reference(target, head, steps) if forcing == "oracle" else text_reference(target, head, tail)
+                tensors |= {f"{forcing}.{name}": getattr(reference, name) for name in ("inputs", "forced", "hidden")}
+            write_tensors(self.path(start), tensors, {"prompts": json.dumps([start, start + len(prompts)])})
+            progress.advance(units, f"native and source over prompt {start + len(prompts)} of {len(self.tokens)}")
+        return self
+
+    def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:
+        """(the source's cache, forcing -> reference) of the batch that begins at prompt `start`."""
+        tensors, _ = read_tensors(self.path(start))
+        prefix = PrefixCache(list(tensors["keys"]), list(tensors["values"]))
+        names = ("inputs", "forced", "hidden")
+        return prefix, {f: Reference(*(tensors[f"{f}.{name}"] for name in names)) for f in self.forcings}
