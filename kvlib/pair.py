@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlib.cache import Geometry
@@ -45,7 +46,7 @@ def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTr
     """A causal language model in evaluation mode, frozen, with finite weights."""
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise KvlibError(f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():

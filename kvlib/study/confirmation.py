@@ -2,6 +2,8 @@
 
 import time
 
+import pandas as pd
+
 from kvlib.maps import DirectMap, save_map
 from kvlib.study.arms import chosen_arms
 from kvlib.study.freezing import freeze_manifest
@@ -9,14 +11,12 @@ from kvlib.study.progress import Progress
 from kvlib.study.records import write_table
 from kvlib.study.run import Run
 from kvlib.study.scoring import summarise
-from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, _scored, prepare
+from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, scored_table, prepare
 from kvlib.study.selection import freeze, mean_kl32, median_seed
 
 
 def run_confirmation(run: Run) -> dict:
     """Confirm, choose by the rule, save the frozen map and its manifest; write `confirmation/summary.json`."""
-    import pandas as pd
-
     summary = run.finished("confirmation")
     if summary:
         return summary
@@ -43,7 +43,7 @@ def run_confirmation(run: Run) -> dict:
             trained = trainer.train(arm, seed, step, progress, f"{arm.id}, seed {seed}")
             entry = {"seed": seed, "status": trained["status"], "kl32": None, "se": None, "top1": None}
             if trained["status"] == "finished":
-                table = _scored(trainer, scorer, arm, seed, step, scale, progress, units)
+                table = scored_table(trainer, scorer, arm, seed, step, scale, progress, units)
                 tables[f"{arm.id} seed {seed}"] = table
                 entry |= summarise(table)
             runs.append(entry)

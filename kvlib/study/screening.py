@@ -1,11 +1,13 @@
 """Stage 01: train every arm, rank by validation KL32, then look at checkpoints and scales of the best."""
 
+import hashlib
 import time
 
 import pandas as pd
 import torch
 
 from kvlib.cache import Geometry
+from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms, slices
@@ -25,8 +27,6 @@ WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
 
 def pair_fingerprint(summary: dict) -> str:
     """The pair's hash from the two models' in the pair stage's summary; equals `ModelPair.fingerprint`."""
-    import hashlib
-
     return hashlib.sha256((summary["source"]["fingerprint"] + summary["target"]["fingerprint"]).encode()).hexdigest()
 
 
@@ -59,8 +59,6 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
 
 
 def _check_fingerprints(pair: dict, target, source) -> None:
-    from kvlib.errors import KvlibError
-
     for role, model in (("target", target), ("source", source)):
         if fingerprint(model) != pair[role]["fingerprint"]:
             raise KvlibError(
@@ -104,7 +102,7 @@ def run_screening(run: Run) -> dict:
         curves.append(trainer.curve(arm, seed))
         record = {**arm.record(), **trained, "kl32": None, "se": None, "median_kl32": None, "top1": None}
         if trained["status"] == "finished":
-            tables[arm.id] = _scored(trainer, scorer, arm, seed, steps, 1.0, progress, score_units)
+            tables[arm.id] = scored_table(trainer, scorer, arm, seed, steps, 1.0, progress, score_units)
             record |= summarise(tables[arm.id])
         records.append(record)
         started = run.add_time("screening", started)
@@ -117,7 +115,7 @@ def run_screening(run: Run) -> dict:
     for name in selected:
         for step in settings.checkpoints:
             for scale in settings.scales:
-                table = _scored(trainer, scorer, by_id[name], seed, step, scale, progress, score_units)
+                table = scored_table(trainer, scorer, by_id[name], seed, step, scale, progress, score_units)
                 grid.append({"arm": name, "checkpoint_step": step, "scale": scale, **summarise(table)})
     best = choose_settings(grid)
     parameters = {record["id"]: record["parameters"] for record in records}
@@ -151,7 +149,7 @@ def run_screening(run: Run) -> dict:
     )
 
 
-def _scored(trainer: Trainer, scorer: Scorer, arm, seed, step, scale, progress, units) -> pd.DataFrame:
+def scored_table(trainer: Trainer, scorer: Scorer, arm, seed, step, scale, progress, units) -> pd.DataFrame:
     """The validation table of one checkpoint at one scale, from its record when there is one."""
     path = trainer.place(arm, seed) / f"scored-{step:05d}-{scale:g}.json"
     if path.exists():

@@ -70,8 +70,8 @@ def median_seed(runs: list[dict]) -> int:
     """The seed in the middle by KL32 (of an even number, the better of the two in the middle)."""
     for run in runs:
         _check_number(run["kl32"], run["seed"])
-    ordered = sorted(runs, key=lambda run: (run["kl32"], run["seed"]))
-    return ordered[(len(ordered) - 1) // 2]["seed"]
+    median = sorted(run["kl32"] for run in runs)[(len(runs) - 1) // 2]
+    return min(run["seed"] for run in runs if run["kl32"] == median)
 
 
 def _check_complete(records: list[dict], key: str) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kvlib.study.confirmation import run_confirmation
 from kvlib.study.evaluation import run_frozen_evaluation
+from kvlib.study.latency import run_latency
 from kvlib.study.pairing import run_pair
 from kvlib.study.run import NOTEBOOKS, STAGES, Run
 from kvlib.study.screening import run_screening
@@ -14,6 +15,7 @@ __all__ = [
     "open_run",
     "run_confirmation",
     "run_frozen_evaluation",
+    "run_latency",
     "run_pair",
     "run_screening",
 ]

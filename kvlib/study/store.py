@@ -1,6 +1,8 @@
 """Caches computed once: training windows in memory-mapped files, prompts with their references in safetensors."""
 
 import json
+import mmap
+import os
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ class WindowStore:
         self.folder, self.windows, self.geometry, self.dtype = Path(folder), windows, geometry, dtype
         count, tokens = windows.shape
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._held: list[mmap.mmap] = []
         shape = (count, geometry.layers, 2, geometry.heads, tokens, geometry.head_dim)
         self.source = self._map("source.bin", shape, dtype)
         self.target = self._map("target.bin", shape, dtype)
@@ -36,14 +39,25 @@ class WindowStore:
         size = 1
         for axis in shape:
             size *= axis
-        path = self.folder / name
+        path, needed = self.folder / name, size * torch.empty(0, dtype=dtype).element_size()
         try:
-            return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
-        except RuntimeError as error:
-            needed = size * torch.empty(0, dtype=dtype).element_size() / 2**30
+            with open(path, "r+b" if path.exists() else "w+b") as file:
+                # Taken from the disk now: a hole that cannot be filled later would kill the process without a word.
+                os.posix_fallocate(file.fileno(), 0, needed)
+                file.truncate(needed)
+                held = mmap.mmap(file.fileno(), needed)
+        except (OSError, ValueError) as error:
             raise KvlibError(
-                f"{path} could not be mapped, expected room for {needed:.1f} GiB: free some disk space and run again"
+                f"{path} could not be mapped ({error}), expected room for {needed / 2**30:.1f} GiB: free some disk space and "
+                "run the same command again; finished work is kept"
             ) from error
+        self._held.append(held)
+        return torch.frombuffer(held, dtype=dtype).view(shape)
+
+    def release(self) -> None:
+        """Let the operating system take the pages back; they stay in its file cache, outside this process."""
+        for held in self._held:
+            held.madvise(mmap.MADV_DONTNEED)
 
     @property
     def complete(self) -> int:
@@ -62,7 +76,10 @@ class WindowStore:
             cache, hidden = prefill(target, ids, return_hidden=True)
             self._keep(self.target, part, cache)
             self.hidden[part] = hidden.float().cpu()
+            for held in self._held:
+                held.flush()
             write_json(self.folder / "windows.json", {"complete": part.stop})
+            self.release()
             progress.advance((part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}")
         return self
 
@@ -80,7 +97,9 @@ class WindowStore:
         inputs = torch.stack([self.windows[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
         hidden = torch.stack([self.hidden[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
         source = self._cut(self.source, chosen, longest, valid)
-        return Batch(source, self._cut(self.target, chosen, longest, valid) if with_target else source, inputs, hidden)
+        target = self._cut(self.target, chosen, longest, valid) if with_target else source
+        self.release()
+        return Batch(source, target, inputs, hidden)
 
     @staticmethod
     def _cut(place: torch.Tensor, chosen: list[int], tokens: int, valid: torch.Tensor) -> PrefixCache:
@@ -97,11 +116,15 @@ class WindowStore:
         sums = RidgeAccumulator(self.geometry)
         for n in range(len(self.windows)):
             sums.add(*self.pair_of_caches(n))
+            self.release()
         return sums.solve(penalty)
 
     def source_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
         """σ of keys and of values, each (L, H): the RMS of the source's cache over all windows."""
-        total = sum(self.source[n].double().pow(2).mean((-1, -2)) for n in range(len(self.windows)))  # (L, 2, H)
+        total = 0.0
+        for n in range(len(self.windows)):
+            total = total + self.source[n].double().pow(2).mean((-1, -2))  # (L, 2, H)
+            self.release()
         scale = (total / len(self.windows)).sqrt().float()
         return scale[:, 0], scale[:, 1]
 

@@ -1,0 +1,300 @@
+"""Time to first token: every path into the target, interleaved, the device synchronised around each clock.
+
+On the clock. Native: the target reads all T tokens and keeps their cache. The other paths start from the
+source's cache over the first T − 1 tokens, and the target reads the last one. For all of them the head on one
+position, the argmax and its way to the host count, and so does all that a map does per prompt: weights cast
+to the dtype in which they are applied, corrected caches, attention attached and taken away.
+
+Not on it. Weights of models and maps are loaded before. `PrefixCache.check_finite` reads the whole cache to
+catch a broken model: that validates what was produced and is no part of handing it over, so it runs once per
+cache before the clocks, which use `handoff(check=False)`. A map that works in place consumes the cache it is
+given: `resident` repetitions get a fresh copy, made before their clock starts. Python's garbage collector
+rests while a clock runs.
+
+`cold` starts before the source's prefill and never stops the clock; a synchronisation at the source's end
+gives `handoff_ms` within the same repetition.
+"""
+
+import contextlib
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from kvlib.cache import Geometry, PrefixCache, check_prompt, forward, prefill
+from kvlib.errors import KvlibError
+from kvlib.handoff import handoff
+from kvlib.maps import CacheMap, DirectMap
+
+WAYS = ("prefill", "stock", "handoff")
+P95_MIN_REPETITIONS = 20  # below, the 95th percentile is the maximum by another name
+BANDWIDTH_BYTES = 2**29  # far larger than any processor's cache
+
+
+@dataclass(frozen=True, eq=False)  # a map holds tensors, which do not compare
+class TargetPath:
+    """One way to the target's first token.
+
+    name: as in the records. way: "prefill" is native; "stock" is transformers' own attention on the source's
+    cache; "handoff" goes through `kvlib.handoff` with `cache_map` and `mode`.
+    """
+
+    name: str
+    way: str
+    cache_map: CacheMap | None = None
+    mode: str = "auto"
+
+    def __post_init__(self):
+        if self.way not in WAYS or (self.way == "handoff") != (self.cache_map is not None):
+            raise KvlibError(
+                f"path {self.name} goes by {self.way!r} {'with' if self.cache_map else 'without'} a map, "
+                f"expected one of {', '.join(WAYS)}, with a map for 'handoff' only"
+            )
+
+    @property
+    def consumes_prefix(self) -> bool:
+        """Whether the cache handed over cannot be used again."""
+        if self.way != "handoff":
+            return False
+        return self.mode == "in_place" or (self.mode == "auto" and self.cache_map.why_not_affine is not None)
+
+
+def standard_paths(maps: dict[str, CacheMap]) -> list[TargetPath]:
+    """native, direct, direct_stock, then a handoff for each of `maps` (ridge, learned)."""
+    fixed = [
+        TargetPath("native", "prefill"),
+        TargetPath("direct", "handoff", DirectMap()),
+        TargetPath("direct_stock", "stock"),
+    ]
+    return fixed + [TargetPath(name, "handoff", cache_map) for name, cache_map in maps.items()]
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """token: its id, on the host. mode: how it came about. cache: what decoding would go on with."""
+
+    token: int
+    mode: str
+    cache: object
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One repetition. prompt: index of the prefix. order: place in the run, warm-ups left out.
+
+    ms: the whole clock. handoff_ms: its part after the source's prefill, None where there was none in it.
+    """
+
+    prefix_tokens: int
+    path: str
+    residency: str
+    repetition: int
+    prompt: int
+    order: int
+    ms: float
+    handoff_ms: float | None
+    mode: str
+    token: int
+
+
+@torch.no_grad()
+def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCache | None) -> FirstToken:
+    """The target's first token after `prompt` (1, T); prefix: the source's cache over T − 1, native has none.
+
+    The stock path is "materialised": transformers' cache grows by concatenation, so that a second, whole
+    cache is written beside the one handed over.
+    """
+    head, last = target.get_output_embeddings(), prompt[:, -1:]
+    if path.way == "prefill":
+        cache, mode = DynamicCache(), "prefill"
+        positions = torch.arange(prompt.shape[1], device=prompt.device).unsqueeze(0)
+        logits = head(forward(target, prompt, cache, positions)[:, -1:])
+    elif path.way == "stock":
+        cache, mode = prefix.to_dynamic(), "materialised"
+        logits = head(forward(target, last, cache, prefix.lengths.unsqueeze(1)))
+    else:
+        with handoff(target, prefix, path.cache_map, path.mode, check=False) as active:
+            logits = active.logits(last, last=True)
+        cache, mode = active.cache, active.mode
+    return FirstToken(int(logits[0, -1].argmax()), mode, cache)
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """Clocks to run one after the other on one prompt: (path, residency, repetition or None in a warm-up)."""
+
+    prompt: int
+    clocks: list[tuple[TargetPath, str, int | None]]
+
+
+def schedule(
+    paths: Sequence[TargetPath],
+    prompts: int,
+    *,
+    warmups: int,
+    repetitions: int,
+    cold_repetitions: int,
+    seed: int | str,
+) -> list[Round]:
+    """Rounds in which every path appears once, in an order drawn anew each time.
+
+    Args:
+        prompts: how many there are. The rounds are shared out among them one prompt after the other, so that
+            only one resident cache (and a copy for a map in place) is in memory at a time.
+        warmups: rounds of every resident path, first. Cold repetitions have none of their own: each of their
+            two parts has run by then.
+        repetitions: of each path, resident. cold_repetitions: of each handoff, evenly over the rounds.
+    """
+    draw, number = random.Random(seed), max(repetitions, cold_repetitions)
+    handoffs = [path for path in paths if path.way == "handoff"]
+    rounds = [Round(0, [(path, "resident", None) for path in paths]) for _ in range(warmups)]
+    rounds += [Round(n * min(prompts, number) // number, []) for n in range(number)]
+    for residency, group, count in (("resident", paths, repetitions), ("cold", handoffs, cold_repetitions)):
+        for i in range(count):
+            rounds[warmups + i * number // count].clocks.extend((path, residency, i) for path in group)
+    for one in rounds:
+        draw.shuffle(one.clocks)
+    return rounds
+
+
+@torch.no_grad()
+def measure(
+    target,
+    source,
+    rounds: Sequence[Round],
+    prompts: torch.Tensor,
+    progress: Callable[[str, str], None] | None = None,
+) -> list[Sample]:
+    """Time every path at one prefix length.
+
+    Args:
+        rounds: from `schedule`. prompts: token ids (N, T).
+        progress: called after each clock, warm-ups included, with the path's name and its residency, and with
+            ("source", "prefill") after a resident cache was made.
+
+    Raises: KvlibError when models, prompts and maps do not fit, or the source's cache is not finite.
+    """
+    check_prompt(target, prompts)
+    check_prompt(source, prompts)
+    if prompts.shape[1] < 2:
+        raise KvlibError("prompts of 1 token given, expected at least 2: the cache covers all but the last")
+    for path in {path for one in rounds for path, _, _ in one.clocks if path.cache_map is not None}:
+        path.cache_map.check_fits(Geometry.of(target))
+    report = progress or (lambda name, residency: None)
+    samples, prefix, held = [], None, None
+    for one in rounds:
+        prompt = prompts[one.prompt : one.prompt + 1]
+        if one.prompt != held:
+            prefix = None  # let the last one go before the next is made
+            prefix, held = prefill(source, prompt[:, :-1]), one.prompt
+            prefix.check_fits(target, "the source's cache").check_finite("the source")
+            report("source", "prefill")
+        for path, residency, repetition in one.clocks:
+            if residency == "resident":
+                result, ms, handoff_ms = _time_resident(target, path, prompt, prefix)
+            else:
+                result, ms, handoff_ms = _time_cold(target, source, path, prompt)
+            if repetition is not None:
+                samples.append(
+                    Sample(
+                        prompts.shape[1], path.name, residency, repetition, one.prompt, len(samples),
+                        ms, handoff_ms, result.mode, result.token,
+                    )
+                )  # fmt: skip
+            del result  # a whole cache: not to be kept while the next path runs
+            report(path.name, residency)
+    return samples
+
+
+def _time_resident(target, path, prompt, prefix):
+    if path.consumes_prefix:
+        prefix = prefix.clone()
+    with _clock(prompt.device) as read:
+        result = first_token(target, path, prompt, prefix)
+        ms = read()
+    return result, ms, None
+
+
+def _time_cold(target, source, path, prompt):
+    with _clock(prompt.device) as read:
+        prefix = prefill(source, prompt[:, :-1])
+        source_ms = read()
+        result = first_token(target, path, prompt, prefix)
+        ms = read()
+    return result, ms, ms - source_ms
+
+
+@contextlib.contextmanager
+def _clock(device: torch.device):
+    """A function that reads milliseconds since entering, the device synchronised before each look."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        synchronise(device)
+        start = time.perf_counter()
+
+        def read() -> float:
+            synchronise(device)
+            return (time.perf_counter() - start) * 1e3
+
+        yield read
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that it was given; a CPU always has."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def percentiles(ms: Iterable[float]) -> tuple[float, float | None]:
+    """(p50, p95); p95 is None below 20 repetitions."""
+    ms = list(ms)
+    return statistics.median(ms), float(np.percentile(ms, 95)) if len(ms) >= P95_MIN_REPETITIONS else None
+
+
+def crossover(
+    prefix_tokens: Sequence[int], native_ms: Sequence[float], path_ms: Sequence[float]
+) -> tuple[float | None, bool]:
+    """Where a path's p50 falls below native's for good; straight lines in log-log between the lengths.
+
+    Returns: (tokens, below). tokens is None when the crossover lies below the shortest length measured (below
+    is true) and when the path is slower at the longest.
+    """
+    gaps = [math.log(path) - math.log(native) for native, path in zip(native_ms, path_ms, strict=True)]
+    slower = [i for i, gap in enumerate(gaps) if gap >= 0]
+    if not slower:
+        return None, True
+    i = slower[-1]
+    if i == len(gaps) - 1:
+        return None, False
+    left, right = math.log(prefix_tokens[i]), math.log(prefix_tokens[i + 1])
+    return math.exp(left + (right - left) * gaps[i] / (gaps[i] - gaps[i + 1])), False
+
+
+@torch.no_grad()
+def memory_bandwidth_gb_s(
+    device: torch.device | str = "cpu", *, size_bytes: int = BANDWIDTH_BYTES, repetitions: int = 10
+) -> float:
+    """Reading memory: 10⁹ bytes per second, the best of several row sums of one large float32 matrix.
+
+    Bytes read count, once each; next to nothing is written. The best and not the median: it serves as a
+    floor, what this machine can do when nothing else is in the way.
+    """
+    device = torch.device(device)
+    matrix = torch.ones(max(1, size_bytes // 2**14), 2**12, device=device)  # rows of 16 KiB
+    best = math.inf
+    for _ in range(repetitions + 1):
+        with _clock(device) as read:
+            matrix.sum(1)
+            best = min(best, read())
+    return matrix.numel() * matrix.element_size() / best / 1e6

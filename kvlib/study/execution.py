@@ -1,0 +1,299 @@
+"""Run the notebook scripts with papermill: unchanged ones skipped, all written whole or not at all."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jupytext
+import nbformat
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient.exceptions import DeadKernelError
+from papermill import execute_notebook
+from papermill.exceptions import PapermillExecutionError
+
+from kvlib.errors import KvlibError
+from kvlib.study.display import Display
+from kvlib.study.parameters import check_parameters, read_script, script_parameters, suggestion
+from kvlib.study.profile import DATA
+from kvlib.study.progress import VARIABLE, read_progress
+from kvlib.study.records import PARTIAL, hash_json, read_json, sha256_file, write_atomically, write_json
+from kvlib.study.run import NOTEBOOKS, STAGES
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "notebooks"
+HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
+KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
+QUIET = {  # for kernels: progress bars flood a page, advice is not for readers
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+STATE = "progress.json"  # what a running kernel writes and the terminal shows
+HIDDEN_TAG = "hide-input"
+
+
+class NotebookError(RuntimeError):
+    """A cell failed for a reason that is no user's mistake; the message says which, and where to read on."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What became of one notebook: its file, and whether it ran or was found unchanged."""
+
+    path: Path
+    ran: bool
+    seconds: float
+
+
+def home() -> Path:
+    return Path(os.environ.get(HOME_VARIABLE) or ROOT).resolve()
+
+
+def run_folder(run: str) -> Path:
+    return home() / "results" / run
+
+
+def scripts() -> dict[str, Path]:
+    """Notebook name -> its script, in the order in which they run."""
+    return {path.stem: path for path in sorted(SCRIPTS.glob("[0-9]*.py"))}
+
+
+def script_of(name: str) -> Path:
+    """A notebook by name (`01_screening`), file or number. Raises KvlibError for an unknown one."""
+    known = scripts()
+    wanted = Path(name).stem
+    found = [
+        stem
+        for stem in known
+        if stem == wanted or stem.split("_", 1)[0] == wanted or stem.split("_", 1)[-1] == wanted
+    ]
+    if len(found) != 1:
+        raise KvlibError(
+            f"notebook {name!r} given, expected one of {', '.join(known)}{suggestion(wanted, list(known))}"
+        )
+    return known[found[0]]
+
+
+def run_notebook(
+    script: Path, profile: str, run: str, parameters: dict, *, label: str = "", force: bool = False
+) -> Executed:
+    """Execute one script for a run, unless it, its parameters, the code and its records are as they were.
+
+    Args:
+        profile, run: as for the command line. parameters: values for names of the script's parameters cell;
+            names and types are checked before anything starts. label: for the progress line.
+
+    The caller holds the run's lock. The executed notebook is `results/<run>/notebooks/<name>.ipynb`; one that
+    failed is kept as `<name>.failed.ipynb`, which nothing reads but people.
+
+    Raises: KvlibError with the sentence of a KvlibError in a cell; NotebookError for any other failing cell.
+    """
+    known = script_parameters(script)
+    values = check_parameters(script, parameters, known)
+    for name, value in (("profile", profile), ("run", run)):
+        if name in known:
+            values[name] = value
+    folder = run_folder(run) / "notebooks"
+    place = folder / f"{script.stem}.ipynb"
+    inputs = _inputs_key(script, values)
+    if not force and _unchanged(place, script.stem, run, inputs):
+        return Executed(place, False, 0.0)
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = _execute(script, values, place, run, label or script.stem)
+    notebook.metadata["kvlib"] = {"inputs": inputs, "records": _records_key(script.stem, run)}
+    write_atomically(place, lambda path: nbformat.write(notebook, path))
+    _failed(place).unlink(missing_ok=True)
+    return Executed(place, True, time.monotonic() - started)
+
+
+def _name(script: Path) -> str:
+    """The script's place in the project, so that no path of this machine is recorded."""
+    return str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+
+
+def _failed(place: Path) -> Path:
+    return place.with_name(f"{place.stem}.failed.ipynb")
+
+
+def _execute(script: Path, values: dict, place: Path, run: str, label: str) -> nbformat.NotebookNode:
+    # papermill writes after every cell: aside, so that only a whole notebook takes its place.
+    aside = tempfile.TemporaryDirectory(prefix=PARTIAL, dir=place.parent)
+    with aside as scratch, _kernel_lock(run_folder(run)) as lock:
+        partial, log, state = (Path(scratch) / name for name in ("running.ipynb", "kernel.log", STATE))
+        try:
+            with open(log, "wb") as stream, Display(state, label):
+                notebook = execute_notebook(
+                    read_script(script),
+                    str(partial).replace("{", "{{").replace("}", "}}"),  # papermill formats the path
+                    parameters=values,
+                    kernel_name="python3",
+                    progress_bar=False,
+                    cwd=str(home()),
+                    kernel_manager_class=_kernel_manager(state, stream, lock),
+                    shutdown_kernel="immediate",
+                )
+        except PapermillExecutionError as error:
+            kept = _keep_failed(partial, script, place)
+            if error.ename == "KvlibError":
+                raise KvlibError(error.evalue) from error
+            raise NotebookError(
+                f"cell {error.exec_count} of {_name(script)} failed with {error.ename}: "
+                f"{_first_line(error.evalue)}\n    {_first_line(error.source)}\n"
+                f"the notebook as far as it ran, with the whole trace: {kept}"
+            ) from error
+        except DeadKernelError as error:
+            kept = _keep_failed(partial, script, place)
+            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            raise NotebookError(
+                f"the process that ran {_name(script)} died, most often for want of memory"
+                f"{' (its last words: ' + said[-1].strip() + ')' if said else ''}: free some memory and run "
+                f"the same command again, finished work is kept; the notebook as far as it ran: {kept}"
+            ) from error
+        except OSError as error:
+            raise KvlibError(
+                f"{script.stem} could not be run in {scratch} ({error.strerror or error}): free some space, "
+                "then run the same command again"
+            ) from error
+    _dress(notebook, script, place)
+    return notebook
+
+
+def _dress(notebook: nbformat.NotebookNode, script: Path, place: Path) -> None:
+    """Say where the notebook came from, and let pages fold the cell that papermill put in."""
+    notebook.metadata.papermill["input_path"] = _name(script)
+    notebook.metadata.papermill["output_path"] = str(Path("results", *place.parts[-3:]))
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags", [])
+        if "injected-parameters" in tags and HIDDEN_TAG not in tags:
+            cell.metadata["tags"] = [*tags, HIDDEN_TAG]
+
+
+def _keep_failed(partial: Path, script: Path, place: Path) -> Path:
+    if partial.exists():
+        notebook = nbformat.read(partial, as_version=4)
+        _dress(notebook, script, place)
+        return write_atomically(_failed(place), lambda path: nbformat.write(notebook, path))
+    return _failed(place)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in (text or "").splitlines() if line.strip()), "no message")
+
+
+def _kernel_manager(state: Path, log, lock: int) -> type[AsyncKernelManager]:
+    """A kernel of this very Python, whatever is registered; it holds the kernel lock while it lives."""
+
+    class OwnKernel(AsyncKernelManager):
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+        async def start_kernel(self, **kwargs):
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            env = {**os.environ, **QUIET, "PYTHONPATH": path, VARIABLE: str(state)}
+            return await super().start_kernel(**kwargs, env=env, stdout=log, stderr=log, pass_fds=(lock,))
+
+    return OwnKernel
+
+
+@contextlib.contextmanager
+def _kernel_lock(folder: Path):
+    """A lock that kernels inherit: one whose command was killed is waited for before the next may write."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / ".kernel.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + KERNEL_WAIT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise KvlibError(
+                        f"a notebook of an earlier command still runs in {folder}, expected none: end that "
+                        "process, then run again"
+                    ) from error
+                time.sleep(0.2)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _inputs_key(script: Path, values: dict) -> str:
+    """Hash of everything that a notebook's output comes from, its records apart."""
+    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted((ROOT / "kvlib").rglob("*.py"))}
+    data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
+    pins = ROOT / "requirements.lock"
+    return hash_json(
+        {
+            "script": sha256_file(script), "parameters": values, "code": code, "data": data,
+            "python": sys.version_info[:2],
+            "packages": sha256_file(pins) if pins.exists() else None,
+        }
+    )  # fmt: skip
+
+
+def _records_key(name: str, run: str) -> dict[str, str]:
+    """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
+    folder = run_folder(run)
+    stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
+    paths = [folder / "run.json", *(folder / s / "summary.json" for s in STAGES[: STAGES.index(stage) + 1])]
+    return {str(path.relative_to(folder)): sha256_file(path) for path in paths if path.exists()}
+
+
+def _unchanged(place: Path, name: str, run: str, inputs: str) -> bool:
+    if not place.exists():
+        return False
+    try:
+        kept = read_json(place)["metadata"]["kvlib"]
+        return kept["inputs"] == inputs and kept["records"] == _records_key(name, run)
+    except (KvlibError, KeyError, TypeError):
+        return False  # not ours, or damaged: it is made again
+
+
+def running_state(run: str) -> dict | None:
+    """The progress of the notebook that runs now, as its kernel last wrote it."""
+    found = sorted((run_folder(run) / "notebooks").glob(f"{PARTIAL}*/{STATE}"))
+    return read_progress(found[-1]) if found else None
+
+
+def write_notebooks(folder: Path) -> list[Path]:
+    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command."""
+    written = []
+    for name, script in scripts().items():
+        notebook = read_script(script)
+        written.append(
+            write_atomically(
+                Path(folder) / f"{name}.ipynb",
+                lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"),
+            )
+        )
+    return written
+
+
+def forget_parameters(run: str) -> None:
+    """Drop the parameters that earlier commands gave a run: its profile's values hold again. Records stay."""
+    path = run_folder(run) / "run.json"
+    if path.exists():
+        write_json(path, {**read_json(path), "overrides": {}})
+
+
+def remove_leftovers(run: str) -> None:
+    """Delete what killed writes left. The caller holds the run's lock, so nothing is being written."""
+    folder = run_folder(run)
+    for path in [*folder.rglob(f"{PARTIAL}*"), *folder.glob(".book-*")]:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,55 @@
+"""Stage 04: time to first token and peak memory of the frozen maps, on real tokens."""
+
+import time
+
+import torch
+
+from kvlib.latency import memory_bandwidth_gb_s
+from kvlib.maps import load_map
+from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
+from kvlib.study.pairing import environment, load_partitions
+from kvlib.study.progress import Progress
+from kvlib.study.records import hash_json, write_table
+from kvlib.study.run import Run
+from kvlib.study.screening import pair_fingerprint
+from kvlib.study.timing import crossovers, latency_units, measure_latency, summarise
+
+MAPS = ("ridge", "learned")
+
+
+def run_latency(run: Run) -> dict:
+    """Measure and write `latency/`: summary.json, raw.parquet, memory.parquet."""
+    confirmation, pair = run.require("confirmation", "latency"), run.require("pair", "latency")
+    summary = run.finished("latency")
+    if summary and summary["frozen"] == confirmation["manifest_hash"]:
+        return summary
+    started, config, folder = time.time(), run.profile.latency, run.stage("latency")
+    files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
+    maps = {name: load_map(file, pair=pair_fingerprint(pair)) for name, file in files.items()}
+    prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run))
+    progress = Progress("latency", latency_units(config, maps, len(prefixes)))
+    target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
+    bandwidth = memory_bandwidth_gb_s(next(target.parameters()).device)
+    raw, memory = measure_latency(
+        target, source, maps, prefixes, config, folder, seed=run.profile.seed,
+        key=hash_json([run.key("latency"), confirmation["manifest_hash"]]), progress=progress,
+        target_folder=place_of(run, "target"), map_files=files,
+    )  # fmt: skip
+    write_table(folder / "raw.parquet", raw)
+    write_table(folder / "memory.parquet", memory)
+    rows, here = summarise(raw, memory), environment()
+    return run.publish(
+        "latency",
+        {
+            "rows": rows,
+            "crossover": crossovers(rows),
+            "device": here["device"] if here["device"] != "cpu" else here["processor"],
+            "dtype": pair["target"]["dtype"],
+            "threads": torch.get_num_threads(),
+            "memory_bandwidth_gb_s": bandwidth,
+            "warmups": dict(zip(map(str, config.prefix_tokens), config.warmups)),
+            "prompts": len(prefixes),
+            "frozen": confirmation["manifest_hash"],
+        },
+        started,
+    )

@@ -1,0 +1,102 @@
+"""What all tests share: no network for the libraries, one smoke run for those that need a book, time left."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
+    os.environ[name] = "1"
+
+ROOT = Path(__file__).resolve().parents[1]
+SAY_EVERY_S = 20
+# Seconds that the files with long tests take on two cores, for a first run; later ones remember.
+TYPICAL_S = {"test_browser.py": 200, "test_readme.py": 60, "test_cli.py": 60, "test_pruning.py": 20}
+OTHERWISE_S = 8
+
+
+@dataclass(frozen=True)
+class SmokeRun:
+    """The smoke profile, run from nothing to its book by the command line, in a folder of its own."""
+
+    home: Path
+    folder: Path
+    book: Path
+    output: str
+
+
+@pytest.fixture(scope="session")
+def smoke_run(tmp_path_factory, request) -> SmokeRun:
+    home = tmp_path_factory.mktemp("smoke")
+    command = [sys.executable, "-m", "kvlib", "run", "--profile", "smoke"]
+    lines = []
+    terminal = request.config.pluginmanager.getplugin("capturemanager")
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "KVLIB_HOME": str(home)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        for line in process.stdout:  # two or three minutes: show that something happens
+            lines.append(line)
+            with terminal.global_and_fixture_disabled():
+                sys.stderr.write(f"\n    smoke run {line.rstrip()}")
+    output = "".join(lines)
+    if process.returncode:
+        pytest.fail(f"the smoke run ended with status {process.returncode}:\n{output}", pytrace=False)
+    folder = home / "results" / "smoke"
+    return SmokeRun(home, folder, folder / "book", output)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items) -> None:
+    """Quick tests first: the smoke run is waited for at the end."""
+    items.sort(key=lambda item: "smoke_run" in item.fixturenames)
+
+
+def pytest_configure(config) -> None:
+    config.pluginmanager.register(TimeLeft(config), "kvlib-time-left")
+
+
+class TimeLeft:
+    """Says now and then about how long the tests still take, from how long they took last time."""
+
+    def __init__(self, config):
+        self.config, self.left, self.took = config, {}, {}
+        self.said = time.monotonic()
+
+    def pytest_collection_finish(self, session) -> None:
+        known = self.config.cache.get("kvlib/durations", {}) if hasattr(self.config, "cache") else {}
+        by_file: dict[str, int] = {}
+        for item in session.items:
+            by_file[item.path.name] = by_file.get(item.path.name, 0) + 1
+        for item in session.items:
+            typical = TYPICAL_S.get(item.path.name, OTHERWISE_S) / by_file[item.path.name]
+            self.left[item.nodeid] = known.get(item.nodeid, typical)
+        if session.items:
+            self._say(f"{len(session.items)} tests, about {self._minutes()}")
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self.took[report.nodeid] = self.took.get(report.nodeid, 0.0) + report.duration
+        if report.when == "teardown":
+            self.left.pop(report.nodeid, None)
+            if time.monotonic() - self.said > SAY_EVERY_S and self.left:
+                self._say(f"{len(self.left)} tests left, about {self._minutes()}")
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "cache") and self.took:
+            known = self.config.cache.get("kvlib/durations", {})
+            self.config.cache.set("kvlib/durations", {**known, **self.took})
+
+    def _minutes(self) -> str:
+        seconds = sum(self.left.values())
+        return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+    def _say(self, sentence: str) -> None:
+        self.said = time.monotonic()
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_line(f"    {sentence}")

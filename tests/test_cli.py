@@ -1,0 +1,195 @@
+"""The command line: what it lists, and that every mistake is one sentence and exit status 2."""
+
+import json
+import signal
+from pathlib import Path
+
+import jupytext
+import pytest
+from papermill import inspect_notebook
+
+from kvlib.cli import app
+from kvlib.errors import KvlibError
+from kvlib.study import execution
+from kvlib.study.arms import all_arms
+from kvlib.study.parameters import check_parameters, parse_value, script_parameters
+from kvlib.study.profile import load_profile, profile_names
+from kvlib.terminal import run_app
+
+
+@pytest.fixture
+def kvlib(capsys, monkeypatch, tmp_path):
+    """Runs a command in this process; gives (status, standard output, standard error)."""
+    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            run_app(app, list(arguments))
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    yield command
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_profiles_are_listed_with_what_they_are(kvlib):
+    status, out, _ = kvlib("profiles")
+    assert status == 0
+    for name in profile_names():
+        assert load_profile(name).label in out
+
+
+def test_arms_are_the_twenty_of_the_profile(kvlib):
+    status, out, _ = kvlib("arms", "--profile", "laptop")
+    listed = [line.split()[0] for line in out.splitlines()[1:]]
+    assert status == 0
+    assert listed == [arm.id for arm in all_arms(load_profile("laptop").screening)]
+    assert len(set(listed)) == 20
+
+
+def test_params_says_what_the_parameters_cell_says(kvlib):
+    status, out, _ = kvlib("params", "01_screening")
+    rows = {line.split()[0]: line for line in out.splitlines()[1:]}
+    assert status == 0
+    known = script_parameters(execution.script_of("01_screening"))
+    assert list(rows) == list(known)
+    for name, parameter in known.items():
+        assert parameter.meaning and rows[name].endswith(parameter.meaning)
+
+
+@pytest.mark.parametrize("script", execution.scripts().values(), ids=lambda path: path.stem)
+def test_every_parameter_of_a_notebook_is_seen_by_papermill_and_explained(script):
+    source = next(c.source for c in jupytext.read(script).cells if "parameters" in c.metadata.get("tags", []))
+    assigned = [line.split("=")[0].split(":")[0].strip() for line in source.splitlines() if "=" in line]
+    known = script_parameters(script)
+    assert list(known) == assigned
+    assert {"profile", "run"} <= known.keys()
+    assert all(parameter.meaning for parameter in known.values())
+
+
+def test_notebooks_keep_their_tags_on_the_way_out(kvlib, tmp_path):
+    status, out, _ = kvlib("notebooks", str(tmp_path / "out"))
+    assert status == 0
+    written = [Path(line) for line in out.splitlines()]
+    assert [path.stem for path in written] == list(execution.scripts())
+    for path in written:
+        assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
+        assert list(inspect_notebook(path)) == list(script_parameters(execution.script_of(path.stem)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["rn"], "No such command 'rn'"),
+        (["run", "--profle", "smoke"], "No such option"),
+        (["run", "01_screning"], "did you mean '01_screening'?"),
+        (["run", "--profile", "smok"], "expected one of"),
+        (["run", "01_screening", "--profile", "smoke", "-p", "step", "40"], "did you mean 'steps'?"),
+        (["run", "--profile", "smoke", "-p", "stepz", "40"], "did you mean 'steps'?"),
+        (["run", "01_screening", "--profile", "smoke", "-p", "steps", "many"], "training.steps is 'many'"),
+        (["run", "01_screening", "--profile", "smoke", "-p", "results", "x"], "KVLIB_HOME"),
+        (["run", "--profile", "smoke", "--run", "../out"], "expected a plain folder name"),
+        (["run", "--profile", "smoke", "--run", "a", "-p", "run", "b"], "expected one run"),
+        (["run", "--profile", "smoke", "-p", "steps"], "expected -p NAME VALUE"),
+        (["params", "07"], "expected one of"),
+        (["arms", "--profile", "nothing.yaml"], "expected one of"),
+        (["status", "nowhere"], "there is no run 'nowhere'"),
+        (["book", "nowhere"], "there is no run 'nowhere'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_sentence_and_status_2(kvlib, arguments, sentence):
+    status, out, err = kvlib(*arguments)
+    assert status == 2
+    assert sentence in err
+    assert "Traceback" not in err and not out
+
+
+def test_the_trace_is_shown_when_asked_for(kvlib):
+    status, _, err = kvlib("status", "nowhere", "--trace")
+    assert status == 2
+    assert "Traceback" in err and "there is no run 'nowhere'" in err
+
+
+def test_a_stage_whose_predecessor_is_missing_names_the_command(kvlib):
+    status, _, err = kvlib("run", "01_screening", "--profile", "smoke")
+    assert status == 2
+    assert "python -m kvlib run 00_pair --profile smoke --run smoke" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("40", "int", 40),
+        ("1e-3", "float", 0.001),
+        ("true", "bool", True),
+        ("null", "any", None),
+        ("[4, 8]", "any", [4, 8]),
+        ("[oracle, text]", "any", ["oracle", "text"]),
+        ("laptop", "any", "laptop"),
+        ("2026", "str", "2026"),
+    ],
+)
+def test_values_mean_what_they_look_like(text, kind, value):
+    assert parse_value(text, kind) == value
+
+
+@pytest.fixture
+def typed(tmp_path) -> Path:
+    path = tmp_path / "00_typed.py"
+    path.write_text(
+        '# %% tags=["parameters"]\n'
+        "steps = None  # type: int training steps\n"
+        "rate = 0.1  # the learning rate\n"
+        "ranks = [4, 8]  # the ranks\n"
+        "scales = None  # type: list[float] the scales\n"
+        "quiet: bool = False  # whether to say less\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("steps", 4), ("steps", None), ("rate", 1), ("ranks", [1]), ("scales", [0.5, 1]), ("quiet", True)],
+)
+def test_a_value_that_fits_is_taken(typed, name, value):
+    assert check_parameters(typed, {name: value}, script_parameters(typed)) == {name: value}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 4.5), ("steps", True), ("steps", "many"), ("rate", "fast"), ("rate", float("nan")),
+        ("rate", None), ("ranks", [4.5]), ("ranks", 4), ("scales", ["a"]), ("quiet", 1),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused(typed, name, value):
+    with pytest.raises(KvlibError, match=f"parameter {name} of 00_typed is .*expected"):
+        check_parameters(typed, {name: value}, script_parameters(typed))
+
+
+def test_the_status_of_a_finished_run_is_all_done(kvlib, smoke_run, monkeypatch):
+    monkeypatch.setenv("KVLIB_HOME", str(smoke_run.home))
+    status, out, _ = kvlib("status", "smoke")
+    assert status == 0
+    assert len([line for line in out.splitlines() if " done " in line]) == 5
+    assert "nothing running" in out
+
+
+def test_a_run_again_changes_nothing_and_takes_seconds(kvlib, smoke_run, monkeypatch):
+    monkeypatch.setenv("KVLIB_HOME", str(smoke_run.home))
+    before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in smoke_run.folder.rglob("*") if p.is_file()}
+    status, out, err = kvlib("run", "--profile", "smoke")
+    after = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in smoke_run.folder.rglob("*") if p.is_file()}
+    locks = {smoke_run.folder / ".lock", smoke_run.folder / ".kernel.lock"}
+    assert status == 0
+    assert err.count("nothing has changed since it was") == len(execution.scripts()) + 1
+    assert {p for p in after if after[p] != before.get(p)} <= locks and before.keys() <= after.keys()
+    assert out.startswith("The book is ready: open ")
+
+
+def test_the_last_line_says_where_the_book_is(smoke_run):
+    assert smoke_run.output.rstrip().splitlines()[-1].startswith("The book is ready: open ")
+    assert (smoke_run.book / "index.html").exists()

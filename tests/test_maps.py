@@ -1,0 +1,187 @@
+"""Every map against a naive loop, its absorbed form against its materialised one, and its file format."""
+
+import pytest
+import torch
+from tiny import tiny_llama, tokens
+
+from kvlib import DirectMap, KvlibError, PrefixCache, RidgeAccumulator, ResidualMap, load_map, prefill, save_map
+from kvlib.cache import Geometry
+from kvlib.maps.base import map_provenance
+from kvlib.maps.residual import rotate
+from kvlib.pair import rotary_of
+
+GEOMETRY = Geometry(3, 2, 16)
+KINDS = [(residual, features) for residual in ("linear", "quadratic") for features in ("own", "rms", "rope_stripped")]
+
+
+def random_cache(seed: int, batch: int = 2, length: int = 11) -> PrefixCache:
+    generator = torch.Generator().manual_seed(seed)
+    make = lambda: [torch.randn(batch, 2, length, 16, generator=generator) for _ in range(3)]  # noqa: E731
+    return PrefixCache(make(), make())
+
+
+def fitted_ridge():
+    sums = RidgeAccumulator(GEOMETRY)
+    sums.add(random_cache(1, length=60), random_cache(2, length=60))
+    return sums.solve(1e-3)
+
+
+def random_residual(residual="linear", features="own", base=None, rank=4, seed=3) -> ResidualMap:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(3, 2, generator=generator) + 0.5
+    fresh = ResidualMap.initial(scale, scale * 2, 16, rank, residual=residual, features=features, base=base, generator=generator)
+    weights = fresh.tensors() | {
+        name: torch.randn(getattr(fresh, name).shape, generator=generator) * 0.2 for name in ("key_right", "value_right")
+    }
+    return ResidualMap.restore(fresh.settings(), weights).with_scale(0.75)
+
+
+def test_direct_changes_nothing():
+    prefix = random_cache(0)
+    assert all(torch.equal(a, b) for a, b in zip(prefix.keys, DirectMap().materialise(prefix).keys))
+
+
+def test_ridge_is_the_least_squares_solution_of_a_naive_loop():
+    source, target = random_cache(1, length=60), random_cache(2, length=60)
+    ridge = fitted_ridge()
+    for layer in range(3):
+        for head in range(2):
+            for x, y, weight, bias in (
+                (source.keys, target.keys, ridge.key_weight, ridge.key_bias),
+                (source.values, target.values, ridge.value_weight, ridge.value_bias),
+            ):
+                a, b = (t[layer][:, head].reshape(-1, 16).double() for t in (x, y))
+                centred, wanted = a - a.mean(0), b - b.mean(0)
+                gram = centred.T @ centred
+                solved = torch.linalg.solve(gram + 1e-3 * gram.diagonal().mean() * torch.eye(16), centred.T @ wanted)
+                assert torch.allclose(weight[layer, head].double(), solved, atol=1e-5)
+                assert torch.allclose(bias[layer, head].double(), b.mean(0) - a.mean(0) @ solved, atol=1e-5)
+
+
+def test_ridge_sums_can_be_added_in_parts():
+    source, target = random_cache(1, length=60), random_cache(2, length=60)
+    sums = RidgeAccumulator(GEOMETRY)
+    for prompt in range(2):
+        sums.add(source.select([prompt]), target.select([prompt]))
+    assert torch.allclose(sums.solve(1e-3).key_weight, fitted_ridge().key_weight, atol=1e-6)
+
+
+def test_ridge_of_a_linear_relation_finds_it():
+    source = random_cache(1, length=200)
+    turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))[0]
+    target = PrefixCache([k @ turn + 1 for k in source.keys], [v * 2 for v in source.values])
+    sums = RidgeAccumulator(GEOMETRY)
+    sums.add(source, target)
+    ridge = sums.solve(1e-9)
+    assert torch.allclose(ridge.key_weight[0, 0], turn, atol=1e-4) and torch.allclose(ridge.key_bias, torch.ones(3, 2, 16), atol=1e-4)
+
+
+@pytest.mark.parametrize("based", [False, True])
+@pytest.mark.parametrize(("residual", "features"), KINDS)
+def test_residual_against_a_loop_over_prompts_heads_and_positions(residual, features, based):
+    model = tiny_llama()
+    base = fitted_ridge() if based else None
+    cache_map, prefix = random_residual(residual, features, base), random_cache(5)
+    rotary = rotary_of(model)
+    corrected = cache_map.materialise(prefix, rotary)
+    cos, sin = rotary(prefix.positions)
+    for kind, before, after in (("key", prefix.keys, corrected.keys), ("value", prefix.values, corrected.values)):
+        left, right, scale = (getattr(cache_map, f"{kind}_{part}") for part in ("left", "right", "scale"))
+        for layer in range(3):
+            for b in range(2):
+                for h in range(2):
+                    for t in range(0, 11, 5):
+                        x = before[layer][b, h, t]
+                        stripped = kind == "key" and features == "rope_stripped"
+                        turn = lambda v, s: rotate(v.view(1, 1, 1, 16), cos[b : b + 1, t : t + 1], s * sin[b : b + 1, t : t + 1]).view(16)  # noqa: E731, B023
+                        f = turn(x, -1) if stripped else x
+                        f = x / x.pow(2).mean().sqrt() if features == "rms" else f / scale[layer, h]
+                        f = torch.cat([f, f**2]) if residual == "quadratic" else f
+                        delta = f @ left[layer, h] @ right[layer, h]
+                        delta = turn(delta, 1) if stripped else delta
+                        start = x
+                        if based:
+                            weight, bias = (getattr(base, f"{kind}_{part}")[layer, h] for part in ("weight", "bias"))
+                            start = x @ weight + bias
+                        assert torch.allclose(after[layer][b, h, t], start + 0.75 * scale[layer, h] * delta, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_in_place_equals_a_copy(chunk_tokens):
+    cache_map, prefix, rotary = random_residual("quadratic", "rope_stripped"), random_cache(5), rotary_of(tiny_llama())
+    copy = cache_map.materialise(prefix, rotary)
+    pointer = prefix.keys[0].data_ptr()
+    cache_map.apply_(prefix, rotary, chunk_tokens)
+    assert prefix.keys[0].data_ptr() == pointer
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(prefix.keys + prefix.values, copy.keys + copy.values))
+
+
+def test_the_studys_residual_has_its_published_parameter_count():
+    scale = torch.ones(32, 8)  # Llama 3.1 8B: 32 layers, 8 KV heads, head_dim 128
+    cache_map = ResidualMap.initial(scale, scale, 128, 8, generator=torch.Generator().manual_seed(0))
+    assert cache_map.parameters == 1_048_576
+
+
+def test_an_untrained_residual_is_its_base():
+    scale, prefix = torch.ones(3, 2), random_cache(5)
+    for base in (None, fitted_ridge()):
+        fresh = ResidualMap.initial(scale, scale, 16, 4, base=base, generator=torch.Generator().manual_seed(0))
+        wanted = prefix if base is None else base.materialise(prefix)
+        assert torch.allclose(fresh.materialise(prefix).keys[1], wanted.keys[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("cache_map", [DirectMap(), fitted_ridge(), random_residual(), random_residual("quadratic", "rms", fitted_ridge())])
+def test_a_saved_map_is_loaded_as_it_was(cache_map, tmp_path):
+    path = tmp_path / "map.safetensors"
+    save_map(cache_map, path, pair="a pair", provenance={"seed": 3})
+    back, prefix = load_map(path, pair="a pair"), random_cache(5)
+    assert back.settings() == cache_map.settings() and type(back) is type(cache_map)
+    assert torch.equal(back.materialise(prefix).values[2], cache_map.materialise(prefix).values[2])
+    assert map_provenance(path) == {"seed": 3}
+
+
+def test_another_pairs_map_is_refused_unless_asked_for(tmp_path):
+    path = tmp_path / "map.safetensors"
+    save_map(random_residual(), path, pair="one pair")
+    with pytest.raises(KvlibError, match="another|one pair"):
+        load_map(path, pair="other pair")
+    assert load_map(path, pair=None).rank == 4
+
+
+def test_broken_map_files_are_refused(tmp_path):
+    path = tmp_path / "map.safetensors"
+    save_map(random_residual(), path, pair="p")
+    whole = path.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"not safetensors at all"):
+        path.write_bytes(content)
+        with pytest.raises(KvlibError, match="cannot be read"):
+            load_map(path, pair="p")
+    tiny_llama().save_pretrained(tmp_path / "foreign")
+    with pytest.raises(KvlibError, match="no kvlib-map-1"):
+        load_map(tmp_path / "foreign" / "model.safetensors", pair="p")
+    with pytest.raises(KvlibError, match="cannot be read"):
+        load_map(tmp_path / "nowhere.safetensors", pair="p")
+
+
+@pytest.mark.parametrize("rank", [0, 17])
+def test_a_rank_outside_the_head_is_refused(rank):
+    with pytest.raises(KvlibError, match=f"rank {rank}"):
+        ResidualMap.initial(torch.ones(3, 2), torch.ones(3, 2), 16, rank, generator=torch.Generator())
+
+
+def test_a_map_of_another_geometry_or_with_nan_is_refused():
+    with pytest.raises(KvlibError, match="use a map fitted on this pair"):
+        random_residual().check_fits(Geometry(4, 2, 16))
+    broken = random_residual()
+    broken.key_left[0, 0, 0, 0] = float("nan")
+    with pytest.raises(KvlibError, match="key_left"):
+        broken.check_fits(GEOMETRY)
+
+
+def test_rope_stripping_undoes_the_models_own_rotation():
+    model, ids = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": 777.0}), tokens(1, 9)
+    prefix = prefill(model, ids)
+    cos, sin = rotary_of(model)(prefix.positions)
+    layer = model.model.layers[0]
+    raw = layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens(ids))).view(1, 9, 2, 16).transpose(1, 2)
+    assert torch.allclose(rotate(prefix.keys[0], cos, -sin), raw, atol=1e-5)

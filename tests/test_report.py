@@ -1,0 +1,367 @@
+"""The report floor on made-up records: charts, tables, sentences, and the whole book without a model."""
+
+import copy
+import re
+import shutil
+import types
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pandas as pd
+import plotly.graph_objects as go
+import pytest
+from fake_records import write_fake_run
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+
+from kvlib.errors import KvlibError
+from kvlib.report import figures, prose, tables, wording
+from kvlib.report.book import CHAPTERS, build_book
+from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
+from kvlib.report.palette import BASES, PATHS
+from kvlib.report.renderer import BookRenderer
+from kvlib.study import stages
+from kvlib.study.profile import load_profile
+from kvlib.study.records import read_json, read_lines, read_table
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
+BACKGROUNDS = ("#ffffff", "#121212")  # of the theme, light and dark
+PAGE_BYTES = 2_000_000
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_fake_run(tmp_path_factory.mktemp("results") / "laptop")
+
+
+@pytest.fixture(scope="module")
+def records(run) -> dict[str, dict]:
+    return {stage: read_json(run / stage / "summary.json") for stage in STAGES}
+
+
+@pytest.fixture
+def changed(records):
+    """The records, free to be changed."""
+    return copy.deepcopy(records)
+
+
+def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
+    final, screening, latency = records["frozen_evaluation"], records["screening"], records["latency"]
+    prompts = read_table(run / "frozen_evaluation" / "prompts.parquet")
+    return {
+        "residual_error": figures.residual_error(read_table(run / "pair" / "layers.parquet")),
+        "slices": figures.slices(screening),
+        "curves": figures.curves(read_table(run / "screening" / "curves.parquet"), screening),
+        "grid": figures.grid(screening),
+        "confirmation": figures.confirmation(records["confirmation"], screening),
+        "kl_by_path": figures.kl_by_path(final),
+        "paired_prompts": figures.paired_prompts(prompts, "oracle"),
+        "sorted_differences": figures.sorted_differences(prompts, "oracle"),
+        "kl_by_step": figures.kl_by_step(read_table(run / "frozen_evaluation" / "steps.parquet")),
+        "time_to_first_token": figures.time_to_first_token(latency),
+        "peak_memory": figures.peak_memory(read_table(run / "latency" / "memory.parquet")),
+        "frontier": figures.frontier(final, latency),
+    }
+
+
+def test_every_chart_has_a_title_with_a_unit_and_something_to_say_on_hover(run, records):
+    found = all_figures(run, records)
+    assert found.keys() == set(figures.__all__)
+    for name, figure in found.items():
+        assert re.search(r"nats|\(ms|MiB|share", figure.layout.title.text), name
+        assert "$" not in figure.to_json(), name  # MathJax would take it for a formula
+        hovers = [t.hovertemplate for t in figure.data if t.hoverinfo != "skip" and t.x[0] is not None]
+        assert hovers and all(hovers), name
+
+
+def test_legends_stand_above_the_plot(run, records):
+    for name, figure in all_figures(run, records).items():
+        assert figure.layout.legend.y >= 1 and figure.layout.legend.yanchor == "bottom", name
+
+
+def test_a_path_has_one_colour_and_one_marker_in_every_chart(run, records):
+    found = all_figures(run, records)
+    for name in ("kl_by_step", "time_to_first_token", "peak_memory"):
+        for trace in found[name].data:
+            path = next((p for p, style in PATHS.items() if style.label == trace.name), None)
+            if path:
+                assert (trace.line.color, trace.marker.symbol) == (PATHS[path].colour, PATHS[path].symbol)
+    assert len({(s.colour, s.symbol) for s in PATHS.values()}) == len(PATHS)
+
+
+@pytest.mark.parametrize("style", [*PATHS.values(), *BASES.values()], ids=lambda s: s.label)
+def test_colours_stand_out_on_the_light_and_the_dark_page(style):
+    assert all(contrast(style.colour, background) >= 3 for background in BACKGROUNDS)
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG 2 contrast ratio."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_prompt_text_cannot_break_out_of_its_hover(run, records):
+    text = all_figures(run, records)["paired_prompts"].to_json()
+    assert "<small>" not in text and "&lt;small&gt;" in text
+
+
+def test_the_wins_on_the_chart_are_those_of_the_statistics(run, records):
+    wins = records["frozen_evaluation"]["forcing"]["oracle"]["paired"]["learned-direct"]["wins"]
+    names = [trace.name for trace in all_figures(run, records)["sorted_differences"].data]
+    assert any(name.endswith(f"({wins})") for name in names)
+
+
+def test_an_empty_memory_table_and_missing_times_still_draw(changed):
+    empty = pd.DataFrame(columns=["prefix_tokens", "path", "peak_extra_bytes", "mode"])
+    assert figures.peak_memory(empty).layout.annotations[0].text == "memory was not measured"
+    assert tables.memory(empty).empty
+    changed["latency"]["rows"] = [r for r in changed["latency"]["rows"] if r["residency"] == "resident"]
+    changed["latency"]["crossover"].pop("cold")
+    figures.time_to_first_token(changed["latency"])
+    figures.frontier(changed["frozen_evaluation"], changed["latency"])
+    assert "does not overtake" in prose.latency_facts(changed["latency"])["cold_crossover"]
+
+
+def test_a_pair_from_the_hub_has_a_chapter_too(changed, tmp_path):
+    changed["pair"]["pruning"] = None
+    assert "nothing was pruned" in prose.pair_facts(changed["pair"])["source_made"]
+    assert (
+        figures.residual_error(tables.read_layers(tmp_path))
+        .layout.annotations[0]
+        .text.startswith("the source")
+    )
+    assert prose.front_facts(changed, 256)["source"] == changed["pair"]["source"]["name"]
+
+
+def test_a_finalist_whose_training_broke_off_is_shown_as_such(changed):
+    arm = changed["confirmation"]["arms"][1]
+    arm["mean_kl32"] = None
+    arm["runs"][0] |= {"status": "not_finite", "kl32": None, "se": None, "top1": None}
+    figures.confirmation(changed["confirmation"], changed["screening"])
+    assert "not_finite" in tables.confirmation(changed["confirmation"]).note.tolist()
+    assert (
+        "not two complete arms"
+        in prose.confirmation_facts(changed["confirmation"], changed["screening"])["spread"]
+    )
+
+
+def test_the_same_figure_twice_gets_two_places():
+    renderer, figure = BookRenderer(), go.Figure(layout={"title": {"text": "KL (nats)"}}).to_dict()
+    bundles = [renderer.to_mimebundle(figure) for _ in range(2)]
+    ids = [re.search(r'id="(chart-[^"]+)"', bundle["text/html"]).group(1) for bundle in bundles]
+    assert len(set(ids)) == 2
+    html = bundles[0]["text/html"]
+    assert "http" not in html and "<html" not in html
+    assert '<p class="kv-title">KL (nats)</p>' in html and 'aria-label="KL (nats)"' in html
+    assert bundles[0]["application/vnd.plotly.v1+json"]["layout"]["title"]["text"] == "KL (nats)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (float("nan"), "–"),
+        (True, "yes"),
+        (12345, "12,345"),
+        (0.0, "0"),
+        (-0.01913, "−0.01913"),
+        (0.20051, "0.2005"),
+        (12345.6, "12,346"),
+        (0.0000123, "1.23e−05"),
+        ("<b>", "<b>"),
+    ],
+)
+def test_cells_are_written_for_readers(value, text):
+    assert tables.cell_text(value) == text
+
+
+def test_a_table_keeps_full_values_for_sorting_and_escapes_text():
+    html = tables.to_html(pd.DataFrame({"a": ["<b>"], "b": [0.123456789]}))
+    assert "&lt;b&gt;" in html and 'data-value="0.123456789"' in html and ">0.1235<" in html
+
+
+def test_the_paired_verdict_says_which_side_of_zero_the_interval_is():
+    result = {"mean": -0.01913, "se": 0.00378, "ci95": [-0.02654, -0.01172], "wins": 54, "prompts": 64}
+    result |= {"relative": -0.0954}
+    said = prose.paired_verdict("learned", result)
+    assert "−0.0191" in said and "54 of 64" in said and "−9.5\u00a0%" in said and "below zero" in said
+    assert "does harm" in prose.paired_verdict("ridge", result | {"mean": 0.1, "ci95": [0.05, 0.15]})
+    assert "cannot tell" in prose.paired_verdict("learned", result | {"ci95": [-0.02, 0.01]})
+    assert "no interval" in prose.paired_verdict("learned", result | {"ci95": None})
+    assert "not finite" in prose.paired_verdict("learned", {"mean": None, "note": "2 of 3 are not finite"})
+
+
+def test_a_slower_handoff_is_called_slower(changed):
+    assert wording.ratio(302.69, 38.25) == "is 7.91 times as fast as native"
+    for row in changed["latency"]["rows"]:
+        if row["path"] == "learned":
+            row["p50_ms"] *= 1000
+    said = prose.latency_facts(changed["latency"])["resident_verdict"]
+    assert "times as long as native" in said
+
+
+def test_an_arm_that_broke_off_is_named(records):
+    said = prose.screening_facts(records["screening"])["broken"]
+    assert said.startswith("One arm broke off") and "ridge base" in said
+
+
+def test_no_sentence_is_lost_when_one_forcing_was_not_run(changed):
+    whole = prose.final_facts(changed["frozen_evaluation"]).keys()
+    del changed["frozen_evaluation"]["forcing"]["text"]
+    facts = prose.final_facts(changed["frozen_evaluation"])
+    assert facts.keys() == whole and "was not run" in facts["text_learned_verdict"]
+
+
+def test_what_is_worse_than_the_study_is_called_worse(changed):
+    published = read_published()
+    learned = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]["learned"]
+    learned["kl32"]["mean"] = published["quality"]["learned"]["kl32"] * 2
+    table = compare(published, changed).set_index("what")
+    assert table.loc["KL32 of learned (nats per token)", "verdict"] == "worse"
+    assert table.loc["prompts on which learned is lower (share)", "study"] == 54 / 64
+    assert "worse: KL32 of learned" in summary_sentence(table.reset_index())
+    assert "the study has learned, direct and ridge" in ordering_sentence(changed["frozen_evaluation"])
+
+
+def test_what_equals_the_study_is_called_the_same(changed):
+    published = read_published()
+    paths = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]
+    for path, found in published["quality"].items():
+        paths[path]["kl32"]["mean"], paths[path]["top1"] = found["kl32"], found["top1"]
+    table = compare(published, changed).set_index("what").verdict
+    assert table["KL32 of ridge (nats per token)"] == table["top-1 agreement of direct (share)"] == "same"
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_notebooks_tell_and_do_not_compute(name):
+    notebook = jupytext.read(ROOT / "notebooks" / f"{name}.py")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    parameters = [cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])]
+    assert len(parameters) == 1
+    assert all("  # " in line for line in parameters[0].splitlines())
+    assert not any(
+        re.search(r"^\s*(def|class|for|while) ", cell.source, re.M) for cell in code if cell.source
+    )
+    prose_cells = " ".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert not re.search(r"\b\d+[.,]?\d* (nats|ms|%|tokens|prompts|arms|MiB)", prose_cells)
+
+
+def test_hand_written_pages_type_no_measured_number():
+    for page in (ROOT / "book").glob("*.md"):
+        assert not re.search(r"\b\d+[.,]?\d* ?(nats|ms|%|tokens|prompts|arms|MiB)\b", page.read_text()), (
+            page.name
+        )
+
+
+def execute(name: str, run: Path) -> nbformat.NotebookNode:
+    """A notebook's cells run in this process, its displays kept: as papermill would, without a kernel."""
+    notebook, shell = jupytext.read(ROOT / "notebooks" / f"{name}.py"), InteractiveShell.instance()
+    for count, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), 1):
+        source = cell.source
+        if "parameters" in cell.metadata.get("tags", []):
+            source += f"\nresults = {str(run.parent)!r}"
+        with capture_output() as captured:
+            shell.run_cell(source, store_history=False).raise_error()
+        cell.execution_count = count
+        cell.outputs = [
+            nbformat.v4.new_output("display_data", data=output.data, metadata=output.metadata or {})
+            for output in captured.outputs
+        ]
+    return notebook
+
+
+@pytest.fixture(scope="module")
+def executed(run) -> Path:
+    """The made-up run with its notebooks executed; finished stages are found, not run."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = types.SimpleNamespace(folder=run, profile=load_profile("laptop"))
+        patch.setattr(stages, "open_run", lambda *args, **kwargs: found)
+        for stage in STAGES:
+            patch.setattr(
+                stages, f"run_{stage}", lambda study, stage=stage: read_json(run / stage / "summary.json")
+            )
+        for name in CHAPTERS:
+            (run / "notebooks").mkdir(exist_ok=True)
+            nbformat.write(execute(name, run), run / "notebooks" / f"{name}.ipynb")
+        InteractiveShell.clear_instance()
+    return run
+
+
+def test_the_book_is_built_whole_from_a_finished_run(executed):
+    before = sorted(p for p in (ROOT / "book").rglob("*"))
+    index = build_book(executed)
+    assert index == executed / "book" / "index.html"
+    pages = [p for p in index.parent.rglob("*.html") if "_static" not in p.parts]
+    assert {f"{name}.html" for name in CHAPTERS} <= {p.name for p in pages}
+    assert max(p.stat().st_size for p in pages) < PAGE_BYTES
+    assert sorted(p for p in (ROOT / "book").rglob("*")) == before  # nothing is written into the checkout
+    text = {p.name: p.read_text() for p in pages}
+    assert not [
+        name for name, page in text.items() if re.search(r'(src|href)="(https?:)?//[^"]*\.(js|css)', page)
+    ]
+    assert all("Run <b>laptop</b>" in page for page in text.values())
+    charts = {name: page.count('class="kv-chart"') for name, page in text.items()}
+    assert (charts["index.html"], charts["01_screening.html"], charts["03_frozen_evaluation.html"]) == (
+        1,
+        3,
+        4,
+    )
+    assert (index.parent / "_static" / "mathjax" / "tex-chtml.js").exists()
+    assert (
+        sum(p.stat().st_size for p in (index.parent / "_static" / "mathjax").rglob("*") if p.is_file()) < 5e6
+    )
+    assert not list(executed.glob(".book-*"))
+
+
+def test_a_book_that_does_not_build_leaves_the_old_one_and_says_what_is_wrong(executed, tmp_path):
+    run = shutil.copytree(executed, tmp_path / "laptop")
+    (run / "book").mkdir(exist_ok=True)
+    (run / "book" / "index.html").write_text("the old one")
+    path = run / "notebooks" / "04_latency.ipynb"
+    notebook = nbformat.read(path, 4)
+    notebook.cells.append(nbformat.v4.new_markdown_cell("{glue:text}`no_such_key`"))
+    nbformat.write(notebook, path)
+    with pytest.raises(KvlibError, match="no_such_key"):
+        build_book(run)
+    assert (run / "book" / "index.html").read_text() == "the old one"
+    assert not list(run.glob(".book-*"))
+
+
+def test_a_missing_failed_or_unfinished_notebook_is_refused(executed, tmp_path):
+    run = shutil.copytree(executed, tmp_path / "laptop")
+    path = run / "notebooks" / "02_confirmation.ipynb"
+    whole = nbformat.read(path, 4)
+
+    failed = copy.deepcopy(whole)
+    last = [cell for cell in failed.cells if cell.cell_type == "code"][-1]
+    last.outputs = [nbformat.v4.new_output("error", ename="ValueError", evalue="no", traceback=[])]
+    nbformat.write(failed, path)
+    with pytest.raises(KvlibError, match=r"ended with ValueError: no.*run 02_confirmation --run laptop"):
+        build_book(run)
+
+    unfinished = copy.deepcopy(whole)
+    [cell for cell in unfinished.cells if cell.cell_type == "code"][-1].metadata.papermill = {
+        "status": "pending"
+    }
+    nbformat.write(unfinished, path)
+    with pytest.raises(KvlibError, match="not run to its end"):
+        build_book(run)
+
+    path.unlink()
+    with pytest.raises(KvlibError, match=r"is missing.*python -m kvlib run 02_confirmation --run laptop"):
+        build_book(run)
+
+
+def test_the_ledger_is_printed(executed, records):
+    lines = read_lines(executed / "frozen_evaluation" / "ledger.jsonl")
+    found = tables.colophon(records, lines)
+    assert found["ledger"].manifest.tolist() == [records["frozen_evaluation"]["frozen"]]
+    assert set(found) == {"durations", "machine", "hashes", "seeds", "ledger"}

@@ -1,0 +1,246 @@
+"""The study's stages on the smoke profile: resumed after kills, frozen for real, refused when something changed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvlib import KvlibError
+from kvlib.study import evaluation, freezing, learning
+from kvlib.study.freezing import openings
+from kvlib.study.records import read_json, read_table, write_json
+from kvlib.study.stages import open_run, run_confirmation, run_frozen_evaluation, run_pair, run_screening
+
+SCRIPT = """
+import sys
+from kvlib.study.stages import open_run, run_confirmation, run_frozen_evaluation, run_pair, run_screening
+run = open_run("smoke", results=sys.argv[1])
+for stage in (run_pair, run_screening, run_confirmation, run_frozen_evaluation):
+    stage(run)
+    print(stage.__name__, flush=True)
+"""
+TIMES = {"created", "duration_s", "seconds", "peak_bytes", "opened", "written", "manifest_hash", "frozen", "hash", "environment"}
+
+
+def start(folder: Path) -> subprocess.Popen:
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder)], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def without_times(value):
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in TIMES}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run up to the frozen evaluation, undisturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    process = start(folder)
+    assert process.wait(600) == 0, process.stderr.read()
+    return folder
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of the undisturbed run, to be spoilt."""
+    shutil.copytree(whole / "smoke", tmp_path / "smoke")
+    return open_run("smoke", results=tmp_path)
+
+
+def test_killed_again_and_again_it_ends_with_the_same_records(whole, tmp_path):
+    pause, kills = 3.0, 0
+    while True:
+        process = start(tmp_path)
+        try:
+            process.wait(pause)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            pause += 0.7  # importing alone takes seconds, so every life must be a little longer
+            assert kills < 60
+            continue
+        assert process.returncode == 0, process.stderr.read()
+        break
+    assert kills >= 2
+    for stage in ("pair", "screening", "confirmation", "frozen_evaluation"):
+        ours, theirs = (read_json(place / "smoke" / stage / "summary.json") for place in (tmp_path, whole))
+        assert without_times(ours) == without_times(theirs)
+    for table in ("screening/validation", "screening/curves", "frozen_evaluation/steps", "frozen_evaluation/prompts"):
+        pd.testing.assert_frame_equal(*(read_table(place / "smoke" / f"{table}.parquet") for place in (tmp_path, whole)))
+    for weights in ("learned", "ridge"):
+        ours, theirs = ((place / f"smoke/confirmation/{weights}.safetensors").read_bytes() for place in (tmp_path, whole))
+        assert ours == theirs
+    assert len(openings(open_run("smoke", results=tmp_path))) == 1
+
+
+def test_every_stage_is_found_finished_and_nothing_is_trained_twice(run, monkeypatch):
+    monkeypatch.setattr(learning, "train", lambda *a, **k: pytest.fail("an arm was trained again"))
+    before = {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    for stage in (run_pair, run_screening, run_confirmation, run_frozen_evaluation):
+        stage(run)
+    assert before == {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    (run.stage("screening") / "summary.json").unlink()
+    assert len(run_screening(run)["arms"]) == 20  # rebuilt from the arms' own records
+
+
+def test_the_study_has_the_designs_shape(whole):
+    run = open_run("smoke", results=whole)
+    screening, confirmation = (read_json(run.stage(s) / "summary.json") for s in ("screening", "confirmation"))
+    assert len(screening["arms"]) == 20 and len(screening["selected"]) == 6 and len(screening["finalists"]) == 2
+    settings = run.profile.screening
+    assert len(screening["grid"]) == 6 * len(settings.checkpoints) * len(settings.scales)
+    assert [len(arm["runs"]) for arm in confirmation["arms"]] == [3, 3]
+    final = read_json(run.stage("frozen_evaluation") / "summary.json")
+    assert final["frozen"] == confirmation["manifest_hash"] and final["opened"] == 1
+    steps, prompts = (read_table(run.stage("frozen_evaluation") / f"{name}.parquet") for name in ("steps", "prompts"))
+    count, forced = run.profile.partitions.final.items, run.profile.prompt.forced_steps
+    assert len(steps) == 2 * 4 * count * forced and len(prompts) == 2 * 4 * count
+    for forcing in ("oracle", "text"):
+        found = final["forcing"][forcing]
+        assert set(found["paths"]) == {"native", "direct", "ridge", "learned"}
+        assert found["paths"]["native"]["kl32"]["mean"] == pytest.approx(0, abs=1e-6) and found["paths"]["native"]["top1"] == 1
+        rows = steps[(steps["forcing"] == forcing) & (steps["path"] == "learned")]
+        assert found["paths"]["learned"]["kl32"]["mean"] == pytest.approx(rows["kl"].mean(), rel=1e-6)
+
+
+def test_the_final_prompts_are_not_tokenised_before_the_manifest(run, monkeypatch):
+    (run.stage("confirmation") / "manifest.json").unlink()
+    shutil.rmtree(run.stage("frozen_evaluation"))
+    monkeypatch.setattr(evaluation, "load_partitions", lambda *_: pytest.fail("the final prompts were read"))
+    with pytest.raises(KvlibError, match="manifest .* is missing"):
+        run_frozen_evaluation(run)
+    assert openings(run) == []
+
+
+def edit_json(path: Path, change):
+    value = read_json(path)
+    change(value)
+    write_json(path, value)
+
+
+def edit_prompts(run):
+    path = run.stage("pair") / "partitions.json"
+
+    def change(value):
+        value["partitions"]["final"]["items"][0]["sha256"] = "0" * 64
+
+    edit_json(path, change)
+
+
+def append_byte(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda run: edit_json(run.stage("confirmation") / "manifest.json", lambda m: m.update(rule="the luckiest seed")), "was edited"),
+        (edit_prompts, "the final prompts"),
+        (lambda run: append_byte(run.stage("confirmation") / "learned.safetensors"), "the learned map's weights"),
+        (lambda run: append_byte(run.stage("confirmation") / "ridge.safetensors"), "the ridge map's weights"),
+        (lambda run: append_byte(run.stage("pair") / "source" / "model.safetensors"), "the models' weights"),
+    ],
+)
+def test_what_changed_after_the_freeze_is_named(run, spoil, named):
+    shutil.rmtree(run.stage("frozen_evaluation"))
+    spoil(run)
+    with pytest.raises(KvlibError, match=named):
+        run_frozen_evaluation(run)
+    assert openings(run) == []
+
+
+def test_changed_code_or_rule_is_named(run, monkeypatch):
+    shutil.rmtree(run.stage("frozen_evaluation"))
+    with monkeypatch.context() as patch:
+        patch.setattr(freezing, "code_hash", lambda: "f" * 64)
+        with pytest.raises(KvlibError, match="kvlib's code changed after the freeze"):
+            run_frozen_evaluation(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(freezing, "FREEZE_RULE", "whichever looks best")
+        with pytest.raises(KvlibError, match="the decision rule changed"):
+            run_frozen_evaluation(run)
+
+
+def test_edited_article_text_is_named(run):
+    shutil.rmtree(run.stage("frozen_evaluation"))
+    from kvlib.study.corpus import Article, load_articles, save_articles
+
+    articles = load_articles(run.stage("pair") / "articles")
+    save_articles([Article(a.title, a.text.replace("the", "teh")) for a in articles], run.stage("pair") / "articles")
+    with pytest.raises(KvlibError, match="has hash"):
+        run_frozen_evaluation(run)
+
+
+def test_a_second_opening_is_recorded(run):
+    shutil.rmtree(next(run.stage("frozen_evaluation").glob("work-*")))
+    (run.stage("frozen_evaluation") / "summary.json").unlink()
+    assert run_frozen_evaluation(run)["opened"] == 2
+    assert [line["manifest"] for line in openings(run)] == [read_json(run.stage("confirmation") / "manifest.json")["hash"]] * 2
+
+
+def test_a_missing_stage_says_what_to_run(tmp_path):
+    run = open_run("smoke", "fresh", results=tmp_path)
+    for stage in (run_screening, run_confirmation, run_frozen_evaluation):
+        with pytest.raises(KvlibError, match=r"has not been run: run `python -m kvlib run 0\d_\w+ --profile smoke --run fresh` first"):
+            stage(run)
+
+
+def test_parameters_stay_with_a_run_and_arms_of_other_settings_are_kept(run):
+    folders = {p.name for p in (run.stage("screening") / "arms").iterdir()}
+    results = run.folder.parent
+    changed = open_run("smoke", results=results, **{"training.steps": 14, "screening.arms": None})
+    assert changed.profile.training.steps == 14 and open_run("smoke", results=results).profile.training.steps == 14
+    assert changed.finished("screening") is None and changed.finished("pair") is not None
+    with pytest.raises(KvlibError, match="screening, which was made with other settings"):
+        run_confirmation(changed)
+    assert folders <= {p.name for p in (run.stage("screening") / "arms").iterdir()}
+
+
+def test_a_folder_of_another_profile_or_format_is_refused(tmp_path):
+    open_run("smoke", "mine", results=tmp_path)
+    with pytest.raises(KvlibError, match="is a run of profile 'smoke', profile 'laptop' was given"):
+        open_run("laptop", "mine", results=tmp_path)
+    write_json(tmp_path / "mine" / "run.json", {"format": 99, "profile": "smoke"})
+    with pytest.raises(KvlibError, match="has format 99"):
+        open_run("smoke", "mine", results=tmp_path)
+    for name in ("../elsewhere", ".hidden", "a/b"):
+        with pytest.raises(KvlibError, match="expected a plain folder name"):
+            open_run("smoke", name, results=tmp_path)
+
+
+def test_a_diverging_arm_is_recorded_and_the_screen_goes_on(tmp_path, monkeypatch):
+    whole_training = learning.train
+
+    def sometimes_broken(*arguments, **settings):
+        for step in whole_training(*arguments, **settings):
+            broken = settings["learning_rate"] == 0.01 and step.number == 3
+            yield replace(step, loss=float("nan")) if broken else step
+            if broken:
+                return
+
+    monkeypatch.setattr(learning, "train", sometimes_broken)
+    run = open_run("smoke", results=tmp_path)
+    run_pair(run)
+    arms = run_screening(run)["arms"]
+    failed = [arm for arm in arms if arm["status"] == "not_finite"]
+    assert len(failed) == 2 and all(arm["learning_rate"] == 0.01 and "at step 3" in arm["reason"] for arm in failed)
+    assert all(arm["kl32"] is None and arm["order"] is None for arm in failed) and len(arms) == 20
+    json.dumps(arms, allow_nan=False)
+
+
+def test_text_that_is_too_short_is_an_error_that_says_how_much_there_is(tmp_path):
+    run = open_run("smoke", results=tmp_path, **{"corpus.articles": 9})
+    with pytest.raises(KvlibError, match="too little text for partition"):
+        run_pair(run)
+    assert not (run.stage("pair") / "summary.json").exists()
