@@ -1,1 +1,1 @@
-"""Figures and the book. Nothing below this floor imports it, and a finished run's freeze does not cover it."""
+"""Figures and the book. Nothing below this floor imports it, and a run's freeze does not cover it."""

@@ -1,0 +1,5 @@
+"""`python -m kvlib`: the command line of `kvlib.cli`."""
+
+from kvlib.cli import main
+
+main()

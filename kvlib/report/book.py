@@ -1,0 +1,196 @@
+"""From a run's executed notebooks to its book: assembled and built aside, then swapped into place whole."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import nbformat
+import yaml
+
+from kvlib.errors import KvlibError
+from kvlib.study.records import read_json
+
+ROOT = Path(__file__).resolve().parents[2]
+BOOK, CONFIG = ROOT / "book", ROOT / "_config.yml"
+CHAPTERS = (
+    "00_pair",
+    "01_screening",
+    "02_confirmation",
+    "03_frozen_evaluation",
+    "04_latency",
+    "10_study_and_run",
+)
+FOLDED = {
+    "parameters": "the parameters and their defaults",
+    "injected-parameters": "the parameters that this run was given",
+}
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+FONT_PRELOAD = re.compile(r'<link rel="preload" as="font"[^>]*>\n?')
+KEPT_OF_MATHJAX = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
+
+
+def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
+    """Build the book of one run with Jupyter Book, every warning an error; returns its index.html.
+
+    Nothing in the checkout is written: the pages under book/ and the notebooks that papermill executed
+    (`<run>/notebooks/*.ipynb`) are copied to a temporary folder beside `out` and built there, and only a
+    whole book takes the place of an earlier one.
+
+    Args:
+        run_folder: results/<run>. out: the book's folder; `<run>/book` when None.
+
+    Raises: KvlibError when a notebook is missing, unfinished or holds an error, and when the build fails.
+    """
+    run_folder = Path(run_folder).resolve()
+    out = Path(out).resolve() if out else run_folder / "book"
+    notebooks = {name: _read_chapter(run_folder, name) for name in CHAPTERS}
+    pair = read_json(run_folder / "pair" / "summary.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=".book-"))
+    try:
+        source = aside / "source"
+        _assemble(source, notebooks)
+        config = aside / "_config.yml"
+        config.write_text(yaml.safe_dump(_config(pair), allow_unicode=True, sort_keys=False))
+        _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"))
+        html = aside / "_build" / "html"
+        _prune_mathjax(html / "_static" / "mathjax")
+        _drop_preloads(html)
+        _swap(html, out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    out.with_name(f"{out.name}.log").unlink(missing_ok=True)
+    return out / "index.html"
+
+
+def _read_chapter(run_folder: Path, name: str) -> nbformat.NotebookNode:
+    """An executed notebook as the book takes it. Raises KvlibError when there is no whole one."""
+    path = run_folder / "notebooks" / f"{name}.ipynb"
+    command = f"python -m kvlib run {name} --run {run_folder.name}"
+    if not path.exists():
+        raise KvlibError(f"{path} is missing, expected the executed notebook {name}: run `{command}` first")
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
+        raise KvlibError(f"{path} is no readable notebook: run `{command}` again") from error
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    failed = [o for cell in code for o in cell.outputs if o.output_type == "error"]
+    if failed:
+        raise KvlibError(
+            f"{path} ended with {failed[0].ename}: {failed[0].evalue}; a failed notebook never enters the "
+            "book: "
+            f"put that right and run `{command}` again"
+        )
+    states = [cell.metadata.get("papermill", {}).get("status", "completed") for cell in code]
+    if any(state != "completed" for state in states) or not any(cell.execution_count for cell in code):
+        raise KvlibError(
+            f"{path} was not run to its end, expected every cell completed: run `{command}` again"
+        )
+    return _tidy(notebook)
+
+
+def _tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Drop what is of no use on a page: this machine's paths, streams, Plotly's second copy of a figure."""
+    notebook.metadata.pop("papermill", None)
+    notebook.metadata.pop("widgets", None)
+    for cell in notebook.cells:
+        cell.metadata.pop("papermill", None)
+        tags = cell.metadata.setdefault("tags", [])
+        for tag, prompt in FOLDED.items():  # papermill gives its cell no other tag (papermill#731)
+            if tag in tags:
+                cell.metadata["tags"] = [tag, "hide-input"]
+                cell.metadata["mystnb"] = {
+                    "code_prompt_show": f"Show {prompt}",
+                    "code_prompt_hide": f"Hide {prompt}",
+                }
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if o.output_type != "stream"]
+            for output in cell.outputs:
+                output.get("data", {}).pop("application/vnd.plotly.v1+json", None)
+    return notebook
+
+
+def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode]) -> None:
+    shutil.copytree(BOOK, source, ignore=shutil.ignore_patterns("_build", "chapters", ".ipynb_checkpoints"))
+    (source / "chapters").mkdir()
+    for name, notebook in notebooks.items():
+        nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
+    shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
+
+
+def _package(name: str) -> Path:
+    return Path(find_spec(name).origin).parent
+
+
+def _config(pair: dict) -> dict:
+    """The tracked configuration and this run's banner, which every page carries."""
+    config = yaml.safe_load(CONFIG.read_text())
+    config.setdefault("html", {})["announcement"] = f"Run <b>{pair['run']}</b> · {pair['label']}"
+    return config
+
+
+def _run_jupyter_book(source: Path, config: Path, aside: Path, report: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from jupyter_book.cli.main import main; main()",
+        "build",
+        str(source),
+        "--path-output",
+        str(aside),
+        "--config",
+        str(config),
+        "--toc",
+        str(source / "_toc.yml"),
+        "-n",
+        "-W",
+        "--keep-going",
+        "-q",
+    ]
+    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    said = ANSI.sub("", done.stdout + done.stderr).replace(str(source), "book").replace(str(aside), "book")
+    if done.returncode:
+        report.write_text(said)
+        findings = [line for line in said.splitlines() if "WARNING" in line or "ERROR" in line]
+        first = findings[0] if findings else said.strip().splitlines()[-1] if said.strip() else "no output"
+        raise KvlibError(
+            f"the book did not build ({max(len(findings), 1)} finding(s), the first: {first.strip()}), "
+            "expected none: put them "
+            f"right under book/ or notebooks/ and run the same command again; {report} has the whole output"
+        )
+
+
+def _prune_mathjax(folder: Path) -> None:
+    """Keep what typesetting TeX needs: one script, its fonts and extensions, 3 MB of 24."""
+    keep = [folder / name for name in KEPT_OF_MATHJAX]
+    for path in sorted(folder.rglob("*"), reverse=True):
+        inside = any(path == k or k in path.parents or path in k.parents for k in keep)
+        if path.is_file() and not inside:
+            path.unlink()
+        elif path.is_dir() and not inside and not any(path.iterdir()):
+            path.rmdir()
+
+
+def _drop_preloads(folder: Path) -> None:
+    """Take out the theme's font preloads: on a file:// page they only make console errors."""
+    for page in folder.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(FONT_PRELOAD.sub("", text), encoding="utf-8")
+    for template in (folder / "_static").glob("*macros.html"):
+        template.unlink()  # a theme's own template, no page
+
+
+def _swap(built: Path, out: Path) -> None:
+    """Put the new book where the old one is; a kill in between leaves one of the two whole."""
+    old = out.with_name(f".{out.name}-old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.replace(out, old)
+    os.replace(built, out)
+    shutil.rmtree(old, ignore_errors=True)

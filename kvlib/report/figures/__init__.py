@@ -1,0 +1,21 @@
+"""Every chart of the book: functions that take records and return a Plotly figure."""
+
+from kvlib.report.figures.final import kl_by_path, kl_by_step, paired_prompts, sorted_differences
+from kvlib.report.figures.front import frontier
+from kvlib.report.figures.latency import peak_memory, time_to_first_token
+from kvlib.report.figures.training import confirmation, curves, grid, residual_error, slices
+
+__all__ = [
+    "confirmation",
+    "curves",
+    "frontier",
+    "grid",
+    "kl_by_path",
+    "kl_by_step",
+    "paired_prompts",
+    "peak_memory",
+    "residual_error",
+    "slices",
+    "sorted_differences",
+    "time_to_first_token",
+]

@@ -1,0 +1,114 @@
+"""Charts of time and memory: chapter 04."""
+
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
+
+RESIDENCY = {
+    "resident": "source cache resident",
+    "cold": "cold: the source's prefill is counted too",
+}
+
+
+def time_to_first_token(summary: dict) -> go.Figure:
+    """p50 against prefix length, both axes logarithmic; whiskers reach to p95 where there is one."""
+    rows = pd.DataFrame(summary["rows"])
+    native = rows[(rows.path == "native")].drop_duplicates("prefix_tokens")
+    kinds = [kind for kind in RESIDENCY if (rows.residency == kind).any()]
+    figure = make_subplots(
+        rows=len(kinds),
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=0.14,
+        subplot_titles=[f"{RESIDENCY[kind]}<br>{_crossover(summary, kind)}" for kind in kinds],
+    )
+    figure.update_annotations(font_size=13)
+    for number, kind in enumerate(kinds, 1):
+        for path, style in PATHS.items():
+            found = rows[(rows.path == path) & (rows.residency == kind)]
+            if found.empty and path == "native":
+                found = native
+            if found.empty:
+                continue
+            p95 = pd.to_numeric(found.p95_ms)
+            figure.add_scatter(
+                x=found.prefix_tokens,
+                y=found.p50_ms,
+                mode="lines+markers",
+                name=style.label,
+                legendgroup=path,
+                showlegend=number == 1,
+                line=style.line(),
+                marker=style.marker(),
+                customdata=found[["repetitions", "mode"]].assign(p95=[_p95(v) for v in p95]),
+                error_y={
+                    "array": (p95 - found.p50_ms).clip(lower=0).fillna(0),
+                    "arrayminus": [0] * len(found),
+                    "thickness": 1,
+                    "width": 3,
+                },
+                hovertemplate=f"<b>{style.label}</b> (%{{customdata[1]}})<br>%{{x:,}} tokens: "
+                "%{y:,.1f} ms p50%{customdata[2]}<br>%{customdata[0]} repetitions<extra></extra>",
+                row=number,
+                col=1,
+            )
+        tokens = (summary["crossover"].get(kind) or {}).get("learned")
+        if tokens:
+            figure.add_vline(
+                x=tokens, line={"color": NEUTRAL, "dash": "dot", "width": 1.5}, row=number, col=1
+            )
+    lengths = sorted(rows.prefix_tokens.unique().tolist())
+    figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{t:,}" for t in lengths])
+    figure.update_xaxes(title_text="prefix (tokens)", row=len(kinds), col=1)
+    shown = pd.concat([rows.p50_ms, pd.to_numeric(rows.p95_ms)]).dropna().tolist()
+    figure.update_yaxes(**log_axis(shown), title_text="TTFT (ms)")
+    title = "Time to first token (ms, p50) against prefix length (tokens), logarithmic axes"
+    return finish(figure, title, height=160 + 350 * len(kinds), legend_px=46)
+
+
+def _p95(value: float) -> str:
+    return "" if pd.isna(value) else f", {value:,.1f} ms p95"
+
+
+def _crossover(summary: dict, kind: str) -> str:
+    """Where the learned handoff overtakes native prefill, or that there is no such place."""
+    found = summary["crossover"].get(kind) or {}
+    if found.get("learned"):
+        return f"learned overtakes native near {found['learned']:,.0f} tokens"
+    if found.get("below"):
+        shortest = min(r["prefix_tokens"] for r in summary["rows"])
+        return f"learned is ahead of native from {shortest:,} tokens on"
+    return "learned does not overtake native at these lengths"
+
+
+def peak_memory(memory: pd.DataFrame) -> go.Figure:
+    """Peak extra memory against prefix length, per path."""
+    figure = go.Figure()
+    for path, style in PATHS.items():
+        found = memory[(memory.path == path) & memory.peak_extra_bytes.notna()].sort_values("prefix_tokens")
+        if found.empty:
+            continue
+        figure.add_scatter(
+            x=found.prefix_tokens,
+            y=pd.to_numeric(found.peak_extra_bytes) / 2**20,
+            mode="lines+markers",
+            name=style.label,
+            line=style.line(),
+            marker=style.marker(),
+            hovertemplate=f"<b>{style.label}</b><br>%{{x:,}} tokens: %{{y:,.0f}} MiB<extra></extra>",
+        )
+    if not memory.peak_extra_bytes.notna().any():
+        figure.add_annotation(
+            text="memory was not measured", showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5
+        )
+    lengths = sorted(memory.prefix_tokens.unique().tolist())
+    figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{t:,}" for t in lengths])
+    figure.update_yaxes(rangemode="tozero")
+    return finish(
+        figure,
+        "Peak extra memory (MiB) against prefix length (tokens)",
+        x="prefix (tokens)",
+        y="peak extra memory (MiB)",
+    )

@@ -1,0 +1,24 @@
+"""The book's prose as far as it depends on the records: whatever the numbers are, it says what is so."""
+
+from kvlib.report.prose.making import confirmation_facts, pair_facts, screening_facts
+from kvlib.report.prose.pages import colophon_facts, front_facts
+from kvlib.report.prose.results import (
+    final_facts,
+    latency_facts,
+    paired_tests,
+    paired_verdict,
+    times,
+)
+
+__all__ = [
+    "colophon_facts",
+    "confirmation_facts",
+    "final_facts",
+    "front_facts",
+    "latency_facts",
+    "pair_facts",
+    "paired_tests",
+    "paired_verdict",
+    "screening_facts",
+    "times",
+]

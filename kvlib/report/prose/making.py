@@ -1,0 +1,177 @@
+"""Sentences of chapters 00 to 02: the pair, the screen, the confirmation."""
+
+from kvlib.report.figures.training import FEATURES, arm_label
+from kvlib.report.wording import (
+    bytes_text,
+    count,
+    duration,
+    join,
+    number,
+    percent,
+    plural,
+    signed,
+)
+
+
+def pair_facts(pair: dict) -> dict[str, str]:
+    target, source, loss, gate = pair["target"], pair["source"], pair["held_out_nll"], pair["gate"]
+    pruning, parts, corpus = pair["pruning"], pair["partitions"], pair["corpus"]
+    if pruning is None:
+        made = f"The source is {source['name']} as it is published; nothing was pruned."
+    else:
+        made = (
+            f"The source was made from the target in {duration(pruning['seconds'])}, out of "
+            f"{pruning['calibration_tokens']:,} "
+            f"calibration tokens. It keeps {percent(pruning['body_parameters_kept'])} of the parameters "
+            "outside the embeddings, and the "
+            f"directions that it keeps carry {percent(pruning['energy_kept'])} of the residual stream's "
+            "energy."
+        )
+    worst = max(gate["max_abs_difference"].values())
+    verdict = "passed" if gate["passed"] else "FAILED: no later figure of this run can be trusted"
+    return {
+        "run": pair["run"],
+        "label": pair["label"],
+        "target": target["name"],
+        "source_made": made,
+        "cache_shape": f"{target['layers']} layers × {target['kv_heads']} KV heads × "
+        f"{target['head_dim']} numbers",
+        "target_nll": number(loss["target"], 2),
+        "source_nll": number(loss["source"], 2),
+        "nll_tokens": f"{loss['tokens']:,}",
+        "gate": (
+            f"The gate {verdict}. On a prefix of {gate['prefix_tokens']} tokens the largest difference "
+            "between any logit through the "
+            f"handoff and the same logit from native prefill is {worst:.1e}, where the largest logit is "
+            f"{number(gate['logit_scale'], 1)} and {gate['tolerance']:g} is allowed."
+        ),
+        "corpus": f"{corpus['articles']:,} articles of {corpus['characters']:,} characters in all",
+        "corpus_origin": f"{corpus['source'].rstrip('.')} (licence: {corpus['licence']})",
+        "final_prompts": count(parts["final"]["items"]),
+        "final_articles": count(parts["final"]["articles"]),
+        "partition_count": count(len(parts)),
+        "articles_used": f"{sum(p['articles'] for p in parts.values()):,}",
+    }
+
+
+def screening_facts(screening: dict) -> dict[str, str]:
+    arms = {arm["id"]: arm for arm in screening["arms"]}
+    finished = [arm for arm in arms.values() if arm["kl32"] is not None]
+    broken = [arm for arm in arms.values() if arm["kl32"] is None]
+    best = min(finished, key=lambda arm: arm["kl32"])
+    better = sum(arm["kl32"] < screening["direct"]["kl32"] for arm in finished)
+    order = [arm["base"] for arm in sorted(finished, key=lambda arm: arm["kl32"])]
+    by_base = {base: [arm["kl32"] for arm in finished if arm["base"] == base] for base in ("direct", "ridge")}
+    top = screening["chosen"][0]
+    return {
+        "arms": count(len(arms)),
+        "prompts": f"{screening['prompts']}",
+        "steps": f"{screening['steps']}",
+        "prompts_per_step": count(screening["prompts_per_step"]),
+        "outcome": (
+            f"The best of the {count(len(finished))} finished arms is: {arm_label(best)}, with a validation "
+            f"KL32 of {number(best['kl32'])} "
+            f"nats; direct reuse has {number(screening['direct']['kl32'])} and the ridge map "
+            f"{number(screening['ridge']['kl32'])}. "
+            f"{_capital(count(better))} of them {'is' if better == 1 else 'are'} below direct reuse."
+        ),
+        "bases": _bases(by_base, order),
+        "broken": "Every arm finished."
+        if not broken
+        else f"{_capital(plural(len(broken), 'arm'))} broke off because the loss was no longer finite: "
+        f"{join([arm_label(arm) for arm in broken])}. The record says at which step.",
+        "slices": _slices(arms, screening["slices"]),
+        "selected": count(len(screening["selected"])),
+        "grid_cells": f"{len(screening['grid'])}",
+        "chosen": (
+            f"The lowest is {number(top['kl32'])} nats: {arm_label(arms[top['arm']])}, at the checkpoint of "
+            "step "
+            f"{top['checkpoint_step']} and scale {top['scale']:g}."
+        ),
+        "finalists": join([f"“{arm_label(arms[name])}”" for name in screening["finalists"]]),
+    }
+
+
+def _slices(arms: dict[str, dict], slices: dict[str, dict]) -> str:
+    """What each single change does to the centre of the direct base."""
+    ids = [set(bases.get("direct", [])) for bases in slices.values()]
+    centres = [name for name in set.intersection(*ids) if name in arms] if ids else []
+    if not centres or arms[centres[0]]["kl32"] is None:
+        return "The centre of the direct base is not among the finished arms of this run."
+    centre = arms[centres[0]]
+    others = [a for a in arms.values() if a["base"] == "direct" and a is not centre and a["kl32"] is not None]
+    changes = [f"{_change(a, centre)} {signed(a['kl32'] - centre['kl32'])}" for a in others]
+    return (
+        f"On the direct base the centre ({arm_label(centre)}) has {number(centre['kl32'])} nats. One change "
+        "at a time moves that by, "
+        f"in nats: {join(changes)}."
+    )
+
+
+def _change(arm: dict, centre: dict) -> str:
+    if arm["rank"] != centre["rank"]:
+        return f"rank {arm['rank']}"
+    if arm["learning_rate"] != centre["learning_rate"]:
+        return f"learning rate {arm['learning_rate']:g}"
+    if arm["residual"] != centre["residual"]:
+        return f"a {arm['residual']} residual"
+    if arm["features"] != centre["features"]:
+        return f"{FEATURES[arm['features']]} features"
+    return f"a warm-up of {plural(arm['warmup_steps'], 'step')}"
+
+
+def _bases(by_base: dict[str, list[float]], order: list[str]) -> str:
+    direct, ridge = by_base["direct"], by_base["ridge"]
+    if not direct or not ridge:
+        return "Arms of one base alone finished, so this run does not compare the two bases."
+    if max(direct) < min(ridge):
+        return (
+            "Every arm on the direct base is below every arm on the ridge base: the clusters do not overlap."
+        )
+    if max(ridge) < min(direct):
+        return (
+            "Every arm on the ridge base is below every arm on the direct base, the opposite of what the "
+            "study found."
+        )
+    leading = next((i for i, base in enumerate(order) if base != order[0]), len(order))
+    best = "the best arm is" if leading == 1 else f"the best {count(leading)} arms are"
+    return f"The bases overlap: {best} on the {order[0]} base, then the other base appears."
+
+
+def confirmation_facts(summary: dict, screening: dict) -> dict[str, str]:
+    arms, frozen = {arm["id"]: arm for arm in screening["arms"]}, summary["frozen"]
+    seeds = [len(arm["runs"]) for arm in summary["arms"]]
+    means = join(
+        [f"{number(arm['mean_kl32'])} for “{arm_label(arms[arm['id']])}”" for arm in summary["arms"]]
+    )
+    values = [[run["kl32"] for run in arm["runs"] if run["kl32"] is not None] for arm in summary["arms"]]
+    spread = max((max(v) - min(v) for v in values if v), default=None)
+    known = [arm["mean_kl32"] for arm in summary["arms"] if arm["mean_kl32"] is not None]
+    gap = max(known) - min(known) if len(known) > 1 else None
+    if gap is None or spread is None:
+        told = "There are not two complete arms to compare."
+    elif gap > spread:
+        told = "The difference between the arms is larger than the spread over seeds."
+    else:
+        told = "The spread over seeds is larger than the difference between the arms: a close choice."
+    return {
+        "finalists": count(len(summary["arms"])),
+        "seeds": count(max(seeds)),
+        "prompts": f"{summary['prompts']}",
+        "means": f"In nats, the mean KL32 over seeds is {means}. Direct reuse has "
+        f"{number(summary['direct']['kl32'])} on the same prompts.",
+        "spread": f"Within an arm the seeds lie {number(spread)} nats apart at most. {told}",
+        "frozen": (
+            f"Frozen: {arm_label(arms[frozen['arm']])}; seed {frozen['seed']}, checkpoint of step "
+            f"{frozen['checkpoint_step']}, residual "
+            f"scale {frozen['scale']:g}, {frozen['parameters']:,} learned parameters in a file of "
+            f"{bytes_text(frozen['checkpoint_bytes'])}."
+        ),
+        "why": f"The reason on record: {frozen['why'].rstrip('.')}.",
+        "manifest": summary["manifest_hash"][:16] + "…",
+        "weights": frozen["weights_sha256"][:16] + "…",
+    }
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,158 @@
+"""Sentences of chapters 03 and 04: fidelity and time, and how sure one can be."""
+
+from kvlib.report.palette import path_label
+from kvlib.report.summaries import headline, median_times, prefix_lengths
+from kvlib.report.wording import (
+    count,
+    gigabytes_per_second,
+    interval,
+    join,
+    milliseconds,
+    number,
+    p_value,
+    ratio,
+    signed,
+    signed_percent,
+)
+
+
+def final_facts(final: dict) -> dict[str, str]:
+    """Facts of the frozen evaluation; a forcing that was not run has its sentences too, and they say so."""
+    paths = headline(final)["paths"]
+    facts = {
+        "prompts": count(paths["native"]["prompts"]),
+        "articles": count(final["articles"]),
+        "manifest": final["frozen"],
+    }
+    for forcing in ("oracle", "text"):
+        for path in ("learned", "ridge"):
+            result = final["forcing"].get(forcing, {}).get("paired", {}).get(f"{path}-direct")
+            missing = f"The forcing “{forcing}” was not run for the {path_label(path)}."
+            facts[f"{forcing}_{path}_verdict"] = paired_verdict(path, result) if result else missing
+            facts[f"{forcing}_{path}_tests"] = paired_tests(result) if result else missing
+    learned = headline(final)["paths"]["learned"]["kl32"]
+    facts["tail"] = (
+        f"The learned path's median prompt has {number(learned.get('median'))} nats against a mean of "
+        f"{number(learned['mean'])}; a tenth of "
+        f"the prompts lie above {number(learned.get('q90'))}. "
+        + (
+            "A few hard prompts carry much of the mean."
+            if learned.get("median") and learned["mean"] > 1.15 * learned["median"]
+            else "Mean and median lie close together."
+        )
+    )
+    facts["opened"] = f"The final prompts have been opened {times(final['opened'])} for this run."
+    controls = [
+        f"{name.replace('_', ' ')} {number(_mean(value))}"
+        for name, value in final.get("controls", {}).items()
+    ]
+    facts["controls"] = (
+        f"Controls, in the same unit: {join(controls)} nats. A path that did no better than these would "
+        "carry no information."
+        if controls
+        else "No controls were run."
+    )
+    return facts
+
+
+def paired_verdict(path: str, result: dict) -> str:
+    """What a path's paired difference from direct reuse says, and how sure one can be."""
+    name = path_label(path)
+    if result["mean"] is None:
+        return (
+            f"The {name} cannot be compared with direct reuse: {result.get('note', 'there are no values')}."
+        )
+    ci, prompts = result.get("ci95"), result["prompts"]
+    text = (
+        f"The {name} differs from direct reuse by {signed(result['mean'])} nats on average"
+        + (f" ({signed_percent(result['relative'])})" if result.get("relative") is not None else "")
+        + (f", 95 % interval {interval(ci)}" if ci else "")
+        + f"; its KL32 is lower on {result['wins']} of {prompts} prompts."
+    )
+    if not ci:
+        return f"{text} There is no interval to judge that by."
+    if ci[1] < 0:
+        return (
+            f"{text} The interval lies below zero: with it the target is closer to native than with the "
+            "source's cache as it is."
+        )
+    if ci[0] > 0:
+        return f"{text} The interval lies above zero: here the map does harm."
+    return f"{text} The interval holds zero: this run cannot tell the two apart."
+
+
+def paired_tests(result: dict) -> str:
+    return (
+        f"The bootstrap's interval (BCa) is {interval(result.get('bca95'))}. The Wilcoxon signed-rank test "
+        f"gives {p_value(result.get('wilcoxon_p'))}, the exact sign test {p_value(result.get('sign_p'))}. "
+        f"With errors clustered by article the standard error is {number(result.get('se_clustered'))} "
+        f"instead of {number(result.get('se'))}."
+    )
+
+
+def latency_facts(latency: dict) -> dict[str, str]:
+    lengths = prefix_lengths(latency)
+    longest, shortest = lengths[-1], lengths[0]
+    times_ms = median_times(latency, longest)
+    native = times_ms["native", "resident"]
+    repeats = {
+        t: [
+            r["repetitions"]
+            for r in latency["rows"]
+            if r["prefix_tokens"] == t and r["residency"] == "resident"
+        ]
+        for t in lengths
+    }
+    facts = {
+        "device": str(latency["device"]),
+        "dtype": str(latency["dtype"]),
+        "bandwidth": gigabytes_per_second(latency["memory_bandwidth_gb_s"]),
+        "threads": f"{latency['threads']}",
+        "longest": f"{longest:,}",
+        "shortest": f"{shortest:,}",
+        "lengths": count(len(lengths)),
+        "repetitions": join([f"{max(found, default=0)} at {t:,}" for t, found in repeats.items()]),
+        "native_longest": milliseconds(native),
+        "modes": join(
+            sorted({f"{path_label(r['path'])} ({r['mode'].replace('_', ' ')})" for r in latency["rows"]})
+        ),
+    }
+    for kind in ("resident", "cold"):
+        learned, direct = (times_ms.get((path, kind)) for path in ("learned", "direct"))
+        facts[f"learned_{kind}"] = milliseconds(learned)
+        facts[f"direct_{kind}"] = milliseconds(direct)
+        facts[f"{kind}_verdict"] = (
+            f"At {longest:,} tokens the first token through the learned correction takes "
+            f"{milliseconds(learned)} against {milliseconds(native)} for native prefill: it "
+            f"{ratio(native, learned)}."
+        )
+        facts[f"{kind}_ratio"] = ratio(native, learned)
+        facts[f"{kind}_crossover"] = _crossover(latency, kind, shortest)
+    learned, direct = (times_ms.get((path, "resident")) for path in ("learned", "direct"))
+    facts["overhead"] = (
+        "On top of direct reuse in the same attention code the correction takes "
+        f"{signed((learned - direct), 1)} ms at {longest:,} tokens."
+        if learned is not None and direct is not None
+        else "This run has no pair of times to tell the correction's own cost."
+    )
+    return facts
+
+
+def _crossover(latency: dict, kind: str, shortest: int) -> str:
+    found = latency["crossover"].get(kind) or {}
+    if found.get("learned"):
+        return f"The learned handoff overtakes native prefill near {found['learned']:,.0f} tokens."
+    if found.get("below"):
+        return f"The learned handoff is ahead of native prefill from the shortest length, {shortest:,}, on."
+    return "The learned handoff does not overtake native prefill at any length that was measured."
+
+
+def times(value: int) -> str:
+    return {1: "once", 2: "twice"}.get(value, f"{count(value)} times")
+
+
+def _mean(value) -> float | None:
+    if isinstance(value, dict):
+        value = value.get("kl32", value.get("mean"))
+        return _mean(value) if isinstance(value, dict) else value
+    return value

@@ -1,0 +1,125 @@
+"""Charts that survive MyST-NB: a Plotly renderer that writes HTML, and what stands around a chart."""
+
+import hashlib
+import html
+import json
+
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io as pio
+from IPython.display import HTML, display
+from myst_nb import glue
+from plotly.io.base_renderers import MimetypeRenderer
+
+from kvlib.errors import KvlibError
+from kvlib.report.tables.cells import to_html, unfold
+
+NAME = "kvlib_book"
+CONFIG = {
+    "responsive": True,
+    "displaylogo": False,
+    "displayModeBar": "hover",
+    "modeBarButtonsToRemove": ["lasso2d", "select2d"],
+}
+TITLE_PX = 46  # of a chart's upper margin, given back when the title moves out of the chart
+
+
+class BookRenderer(MimetypeRenderer):
+    """HTML for the book and Plotly's own MIME type for JupyterLab, in one bundle.
+
+    MyST-NB drops Plotly's type (plotly.py#5365) and keeps the HTML. The page loads plotly.min.js once, so the
+    HTML carries data alone. The title leaves the chart and becomes a paragraph, which wraps on a narrow
+    screen. Each chart's id holds a counter as well as a hash: with a hash alone a figure shown twice leaves
+    one place blank.
+    """
+
+    def __init__(self):
+        self.shown = 0
+
+    def to_mimebundle(self, fig_dict: dict) -> dict:
+        native = json.loads(pio.to_json(fig_dict, validate=False))
+        return {
+            "text/html": self.to_html(fig_dict),
+            "application/vnd.plotly.v1+json": native | {"config": CONFIG},
+        }
+
+    def to_html(self, fig_dict: dict, description: str = "") -> str:
+        """One chart as HTML. `description` is what a screen reader says; the title when there is none."""
+        figure = json.loads(pio.to_json(fig_dict, validate=False))
+        layout = figure["layout"]
+        title = (layout.pop("title", None) or {}).get("text", "")
+        if title and layout.get("margin", {}).get("t"):
+            layout["margin"]["t"] = max(24, layout["margin"]["t"] - TITLE_PX)
+        self.shown += 1
+        digest = hashlib.sha256(pio.to_json(fig_dict, validate=False).encode()).hexdigest()[:12]
+        drawing = pio.to_html(
+            figure,
+            config=CONFIG,
+            full_html=False,
+            include_plotlyjs=False,
+            include_mathjax=False,
+            div_id=f"chart-{self.shown}-{digest}",
+            validate=False,
+            default_height=f"{layout.get('height', 440)}px",
+        )
+        plain = html.escape(title.replace("<br>", " "))
+        spoken = html.escape(description or title, quote=True)
+        chart = f'<div class="kv-chart" role="figure" aria-label="{spoken}">{drawing}</div>'
+        return f'<p class="kv-title">{plain}</p>{chart}'
+
+
+def use_book_renderer() -> None:
+    """Make every figure of this kernel come out as HTML that the book can keep."""
+    pio.renderers[NAME] = BookRenderer()
+    pio.renderers.default = NAME
+
+
+def show(figure: go.Figure, caption: str, numbers: pd.DataFrame | None = None, records: str = "") -> None:
+    """Display a chart, its caption, and the numbers behind it in a table to unfold.
+
+    Args:
+        records: the files that the numbers come from, relative to the run's folder.
+    """
+    _renderer()
+    figure.show()
+    display(HTML(_below(caption, numbers, records)))
+
+
+def glue_chart(
+    key: str, figure: go.Figure, caption: str, numbers: pd.DataFrame | None = None, records: str = ""
+) -> None:
+    """As `show`, but kept under `key` for another page instead of being displayed here."""
+    drawing = _renderer().to_html(figure.to_dict(), caption)
+    glue(key, HTML(drawing + _below(caption, numbers, records)), display=False)
+
+
+def show_table(table: pd.DataFrame, caption: str) -> None:
+    """Display a table that is not behind a chart."""
+    display(HTML(to_html(table) + _below(caption, None, "")))
+
+
+def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
+    """Keep tables for other pages, each under its key."""
+    for key, table in tables.items():
+        glue(key, HTML(to_html(table)), display=False)
+
+
+def glue_facts(facts: dict[str, str]) -> None:
+    """Keep finished pieces of prose for the pages: one key, one string."""
+    for key, text in facts.items():
+        glue(key, text, display=False)
+
+
+def _below(caption: str, numbers: pd.DataFrame | None, records: str) -> str:
+    text = f'<p class="kv-caption">{html.escape(caption)}</p>'
+    return text if numbers is None else text + unfold(numbers, records)
+
+
+def _renderer() -> BookRenderer:
+    renderer = pio.renderers[NAME] if NAME in pio.renderers else None  # noqa: SIM401 (no dict)
+    if renderer is None or pio.renderers.default != NAME:
+        raise KvlibError(
+            f"the chart renderer is {pio.renderers.default!r}, expected {NAME!r}: call use_book_renderer() "
+            "first"
+        )
+    return renderer

@@ -1,0 +1,23 @@
+"""What charts, tables and sentences all look up in the summaries, in one place."""
+
+
+def main_forcing(final: dict) -> str:
+    """The forcing that the headline rests on: the oracle's where it was run."""
+    return "oracle" if "oracle" in final["forcing"] else next(iter(final["forcing"]))
+
+
+def headline(final: dict) -> dict:
+    """The main forcing's "paths" and "paired"."""
+    return final["forcing"][main_forcing(final)]
+
+
+def prefix_lengths(latency: dict) -> list[int]:
+    return sorted({row["prefix_tokens"] for row in latency["rows"]})
+
+
+def median_times(latency: dict, prefix_tokens: int) -> dict[tuple[str, str], float | None]:
+    """(path, residency) -> p50 in ms at one length. Native needs no source: one time stands for both."""
+    rows = [row for row in latency["rows"] if row["prefix_tokens"] == prefix_tokens]
+    times = {(row["path"], row["residency"]): row["p50_ms"] for row in rows}
+    known = times.get(("native", "resident"), times.get(("native", "cold")))
+    return times | {("native", "resident"): known, ("native", "cold"): known}

@@ -1,0 +1,45 @@
+"""The numbers behind the charts: functions that take records and return tables, units in the headings."""
+
+from kvlib.report.tables.cells import cell_text, to_html, unfold
+from kvlib.report.tables.colophon import colophon, durations, hashes, ledger, machine, seeds
+from kvlib.report.tables.making import (
+    arms,
+    confirmation,
+    curves,
+    gate,
+    grid,
+    layers,
+    models,
+    partitions,
+    read_layers,
+)
+from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
+
+__all__ = [
+    "arms",
+    "cell_text",
+    "colophon",
+    "confirmation",
+    "curves",
+    "durations",
+    "frontier",
+    "gate",
+    "grid",
+    "hashes",
+    "headline",
+    "latency",
+    "layers",
+    "ledger",
+    "machine",
+    "memory",
+    "models",
+    "paired",
+    "partitions",
+    "paths",
+    "prompts",
+    "read_layers",
+    "seeds",
+    "steps",
+    "to_html",
+    "unfold",
+]

@@ -1,0 +1,114 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 01 Screening
+#
+# Which learned correction is worth a second look? Many small variants are trained on one partition and
+# ranked on prompts from another. Each differs from one *centre* in a single setting, so that the
+# comparison of two neighbours says something about that setting. Nothing here touches the final prompts.
+
+# %% tags=["parameters"]
+profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
+run = None  # the folder under `results`; None: the profile's name
+results = "results"  # where the runs live
+steps = None  # training steps of every arm, warm-up included
+prompts_per_step = None  # prefixes per training step
+learning_rates = None  # three learning rates of the slice, such as [0.001, 0.003, 0.01]
+ranks = None  # four ranks of the slice; the profile's centre must be one of them
+warmup_steps = None  # steps on the cache's squared error before the training on KL
+scales = None  # residual scales tried for the selected arms
+checkpoints = None  # training steps whose weights are kept and tried
+arms = None  # ids of the arms to screen; None: all of them
+
+# %% tags=["hide-input"]
+from kvlib.report import figures, tables
+from kvlib.report.prose import screening_facts
+from kvlib.report.renderer import glue_facts, show, use_book_renderer
+from kvlib.study.records import read_table
+from kvlib.study.stages import open_run, run_screening
+
+use_book_renderer()
+overrides = {
+    "training.steps": steps,
+    "training.prompts_per_step": prompts_per_step,
+    "screening.learning_rates": learning_rates,
+    "screening.ranks": ranks,
+    "screening.warmup_steps": warmup_steps,
+    "screening.scales": scales,
+    "screening.checkpoints": checkpoints,
+    "screening.arms": arms,
+}
+study = open_run(profile, run, results=results, **overrides)
+screening = run_screening(study)
+
+# %% tags=["remove-cell"]
+glue_facts(screening_facts(screening))
+
+# %% [markdown]
+# Each of this run's {glue:text}`arms` arms trained for {glue:text}`steps` steps of
+# {glue:text}`prompts_per_step` prompts; what counts is the KL32 on {glue:text}`prompts` validation prompts.
+#
+# {glue:text}`outcome`
+#
+# {glue:text}`bases` {glue:text}`broken`
+#
+# ## One setting at a time
+#
+# {glue:text}`slices` Differences far smaller than the standard errors say little by themselves.
+
+# %% tags=["hide-input"]
+show(
+    figures.slices(screening),
+    "Each panel varies one setting and holds the others at the centre. Whiskers are standard errors over"
+    " prompts: the same prompts for every arm, so that two arms differ more surely than their whiskers "
+    "suggest."
+    " Dotted lines: the two maps without a trained residual. Among the features, “RMS” is normalised at each"
+    " position and “no RoPE” has the rotary embedding taken out. Lower is better.",
+    tables.arms(screening),
+    "screening/summary.json",
+)
+
+# %% [markdown]
+# ## Training
+#
+# After a few warm-up steps that reconstruct the target's cache, every arm minimises the KL divergence
+# between the native next-token distribution and its own, on windows of text cut at random places.
+
+# %% tags=["hide-input"]
+curves = read_table(study.folder / "screening" / "curves.parquet")
+show(
+    figures.curves(curves, screening),
+    "The loss on training text, which is easier than validation: the arms have seen it. A curve that stops"
+    " early belongs to an arm whose loss was no longer finite. The selected arms are drawn strongly, the "
+    "others faintly.",
+    tables.curves(curves),
+    "screening/curves.parquet",
+)
+
+# %% [markdown]
+# ## Checkpoints and residual scales
+#
+# The {glue:text}`selected` best arms are tried at several checkpoints and with their residual scaled down or
+# up, {glue:text}`grid_cells` combinations in all. A scale below one means that the trained correction points
+# the right way but, off its training text, goes too far.
+#
+# {glue:text}`chosen`
+
+# %% tags=["hide-input"]
+show(
+    figures.grid(screening),
+    "One panel per selected arm, one line per checkpoint; the star marks the arm's lowest cell, with which it"
+    " goes on. All cells are scored on the same validation prompts.",
+    tables.grid(screening),
+    "screening/summary.json",
+)
+
+# %% [markdown]
+# The finalists are {glue:text}`finalists`. Their scores above are the best of many and so are
+# flattering; the next chapter trains both again, on other text.

@@ -1,0 +1,88 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # The study and this run
+#
+# The book repeats a published study with a pair of its own. The study used an H100 and two models of
+# several billion parameters; what is compared here is the shape of the result, not its milliseconds.
+
+# %% tags=["parameters"]
+profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
+run = None  # the folder under `results`; None: the profile's name
+results = "results"  # where the runs live
+
+# %% tags=["hide-input"]
+from kvlib.report import figures, tables
+from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
+from kvlib.report.prose import colophon_facts, front_facts
+from kvlib.report.renderer import glue_chart, glue_facts, glue_tables, show_table, use_book_renderer
+from kvlib.study.records import read_json, read_lines
+from kvlib.study.stages import open_run
+
+use_book_renderer()
+study = open_run(profile, run, results=results)
+stages = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
+records = {stage: read_json(study.folder / stage / "summary.json") for stage in stages}
+comparison = compare(read_published(), records)
+
+# %% tags=["remove-cell"]
+glue_facts(
+    {"summary": summary_sentence(comparison), "ordering": ordering_sentence(records["frozen_evaluation"])}
+)
+
+# %% [markdown]
+# {glue:text}`ordering`
+#
+# {glue:text}`summary`
+
+# %% tags=["hide-input"]
+show_table(
+    comparison,
+    "“Better” names the direction that is good, where there is one. Settings have none: they are listed so "
+    "that a"
+    " difference in outcome can be read beside the differences in what was done.",
+)
+
+# %% [markdown]
+# ## Why the figures need not agree
+#
+# - **Another pair.** The study's source was pruned *and then distilled* on a large corpus; it learned to
+#   speak again. A source that is pruned in closed form has had no such schooling, and its text is worse.
+#   Where the study and this run agree all the same, the agreement is about caches rather than about one pair.
+# - **Other text, and less of it.** A correction is trained on what there is. With less text it overfits
+#   sooner, which a smaller residual scale partly undoes.
+# - **Another machine.** A GPU is limited by launches at short prefixes and by bandwidth at long ones; a
+#   processor with few cores is limited by arithmetic almost from the start. Native prefill is all arithmetic,
+#   so it becomes the slow path at shorter prefixes. That is why ratios are judged here and times are not.
+# - **Another way to apply the map.** A corrected cache that is written out costs time in proportion to the
+#   prefix, and the study's figures look like that. Here a linear correction is absorbed into the attention,
+#   and what it adds to direct reuse hardly grows with the prefix. A row that looks better than the study's
+#   for this reason is a better implementation, not a better map.
+# - **Fewer repetitions** make a run's own figures less certain than the study's; the chapters say how many
+#   there were.
+
+# %% tags=["remove-cell"]
+glue_facts(front_facts(records, prefix_tokens=study.profile.prompt.prefix_tokens))
+glue_chart(
+    "frontier",
+    figures.frontier(records["frozen_evaluation"], records["latency"]),
+    "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already "
+    "there; open"
+    " markers: the source's own prefill counts too. Move the slider to change the prefix length. Fidelity "
+    "was measured"
+    " at one prefix length, so only the times move. Whiskers are standard errors.",
+    tables.frontier(records["frozen_evaluation"], records["latency"]),
+    "frozen_evaluation/summary.json, latency/summary.json",
+)
+glue_tables({"headline": tables.headline(records["frozen_evaluation"], records["latency"])})
+
+# %% tags=["remove-cell"]
+ledger = read_lines(study.folder / "frozen_evaluation" / "ledger.jsonl")
+glue_facts(colophon_facts(records))
+glue_tables(tables.colophon(records, ledger))
