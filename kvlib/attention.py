@@ -1,6 +1,6 @@
 """Two-segment attention: a cached prefix read through an affine map that never touches the cache.
 
-For keys and values that are to be read as x' = x W + c + x L R, attention being linear in K and in V,
+For keys and values that are to be read as x' = x W + c + x L R (L R with the residual scale in it), attention being linear in K and in V,
 
     q · k' = (q Wᵀ + (q Rᵀ) Lᵀ) · k + q · c        Σ p v' = o W + (Σ p) c + (o L) R,   o = Σ p v
 
@@ -17,15 +17,17 @@ QUERY_ROWS = 4096  # bounds the score matrix: queries are taken in chunks of thi
 
 @dataclass(frozen=True)
 class Affine:
-    """x' = x W + c + x L R for each KV head; a part that is None is left out (W None: the identity).
+    """x' = x W + c + s x L R for each KV head; a part that is None is left out (W None: the identity).
 
-    dense W (H, D, D), bias c (H, D), left L (H, D, r), right R (H, r, D).
+    dense W (H, D, D), bias c (H, D), left L (H, D, r), right R (H, r, D). The scale s is applied to the r numbers
+    between L and R, so that no scaled copy of the weights is ever made.
     """
 
     dense: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     left: torch.Tensor | None = None
     right: torch.Tensor | None = None
+    scale: float = 1.0
 
     @property
     def is_identity(self) -> bool:
@@ -35,7 +37,7 @@ class Affine:
         """Map x (..., H, N, D); `weight` (..., H, N, 1) is the share of the bias that applies to each row."""
         y = x if self.dense is None else x @ self.dense
         if self.left is not None:
-            y = y + (x @ self.left) @ self.right
+            y = y + (x @ self.left).mul(self.scale) @ self.right
         if self.bias is not None:
             bias = self.bias.unsqueeze(-2)  # (H, 1, D)
             y = y + (bias if weight is None else weight * bias)
@@ -45,12 +47,12 @@ class Affine:
         """The adjoint of the linear part: q (..., H, N, D) -> the query that reads unmapped keys."""
         y = q if self.dense is None else q @ self.dense.transpose(-1, -2)
         if self.left is not None:
-            y = y + (q @ self.right.transpose(-1, -2)) @ self.left.transpose(-1, -2)
+            y = y + (q @ self.right.transpose(-1, -2)).mul(self.scale) @ self.left.transpose(-1, -2)
         return y
 
     def to(self, *args, **kwargs) -> "Affine":
         moved = (None if t is None else t.to(*args, **kwargs) for t in (self.dense, self.bias, self.left, self.right))
-        return Affine(*moved)
+        return Affine(*moved, self.scale)
 
 
 IDENTITY = Affine()

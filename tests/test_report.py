@@ -335,6 +335,21 @@ def test_a_book_that_does_not_build_leaves_the_old_one_and_says_what_is_wrong(ex
     assert not list(run.glob(".book-*"))
 
 
+def test_what_a_killed_build_left_is_put_right(executed, tmp_path):
+    run = shutil.copytree(executed, tmp_path / "laptop", ignore=shutil.ignore_patterns("book"))
+    (run / ".book-half").mkdir()
+    (run / ".book-old-book").mkdir()
+    (run / ".book-old-book" / "index.html").write_text("the old one")
+    path = run / "notebooks" / "04_latency.ipynb"
+    notebook = nbformat.read(path, 4)
+    notebook.cells.append(nbformat.v4.new_markdown_cell("{glue:text}`no_such_key`"))
+    nbformat.write(notebook, path)
+    with pytest.raises(KvlibError):
+        build_book(run)
+    assert (run / "book" / "index.html").read_text() == "the old one"
+    assert not list(run.glob(".book-*"))
+
+
 def test_a_missing_failed_or_unfinished_notebook_is_refused(executed, tmp_path):
     run = shutil.copytree(executed, tmp_path / "laptop")
     path = run / "notebooks" / "02_confirmation.ipynb"

@@ -118,13 +118,15 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         pair: fingerprint of the pair that it was made for. provenance: JSON types, kept in the metadata.
     """
     path = Path(path)
-    metadata = {
+    description = {
         "format": FORMAT,
         "kind": cache_map.kind,
-        "settings": json.dumps(cache_map.settings(), sort_keys=True),
+        "settings": cache_map.settings(),
         "pair": pair,
-        "provenance": json.dumps(provenance or {}, sort_keys=True),
+        "provenance": provenance or {},
     }
+    # One key: safetensors writes several in an order that changes from run to run, and equal maps are equal files.
+    metadata = {"kvlib": json.dumps(description, sort_keys=True)}
     tensors = {n: t.detach().cpu().contiguous() for n, t in cache_map.tensors().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
@@ -151,9 +153,9 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            metadata = json.loads((file.metadata() or {}).get("kvlib", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise KvlibError(f"{path} given, expected a map written by kvlib: it cannot be read ({error})") from error
     if metadata.get("format") != FORMAT or metadata.get("kind") not in kinds:
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
@@ -163,12 +165,12 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
             "or pass pair=None to load it all the same"
         )
     try:
-        return kinds[metadata["kind"]].restore(json.loads(metadata["settings"]), tensors)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        return kinds[metadata["kind"]].restore(metadata["settings"], tensors)
+    except (KeyError, TypeError) as error:
         raise KvlibError(f"{path} lacks a part of a {metadata['kind']} map ({error}): write it again") from error
 
 
 def map_provenance(path: Path) -> dict:
     """The provenance that was saved with a map."""
     with safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get("provenance", "{}"))
+        return json.loads((file.metadata() or {}).get("kvlib", "{}")).get("provenance", {})

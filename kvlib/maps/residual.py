@@ -101,7 +101,7 @@ class ResidualMap(CacheMap):
         bases = self.base.affine(layer) if self.base is not None else (IDENTITY, IDENTITY)
         lefts = (self.key_left[layer], self.value_left[layer])
         rights = (self.key_right[layer], self.value_right[layer])
-        return tuple(Affine(b.dense, b.bias, self.scale * a, r) for b, a, r in zip(bases, lefts, rights))
+        return tuple(Affine(b.dense, b.bias, a, r, self.scale) for b, a, r in zip(bases, lefts, rights))
 
     def correct(self, layer, keys, values, rotary=None):
         keys, values = keys.to(self.key_left.dtype), values.to(self.key_left.dtype)

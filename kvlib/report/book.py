@@ -29,6 +29,7 @@ FOLDED = {
     "parameters": "the parameters and their defaults",
     "injected-parameters": "the parameters that this run was given",
 }
+ASIDE = ".book-"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 FONT_PRELOAD = re.compile(r'<link rel="preload" as="font"[^>]*>\n?')
 KEPT_OF_MATHJAX = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
@@ -51,7 +52,8 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
     notebooks = {name: _read_chapter(run_folder, name) for name in CHAPTERS}
     pair = read_json(run_folder / "pair" / "summary.json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=".book-"))
+    _tidy_after_a_kill(out)
+    aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=ASIDE))
     try:
         source = aside / "source"
         _assemble(source, notebooks)
@@ -186,10 +188,25 @@ def _drop_preloads(folder: Path) -> None:
         template.unlink()  # a theme's own template, no page
 
 
+def _tidy_after_a_kill(out: Path) -> None:
+    """Put an earlier book back that a killed build had moved aside, and remove what else it left.
+
+    Two builds of one run never overlap: the command line holds the run's lock.
+    """
+    old = _old(out)
+    if old.exists() and not out.exists():
+        os.replace(old, out)
+    for leftover in out.parent.glob(f"{ASIDE}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f"{ASIDE}old-{out.name}")
+
+
 def _swap(built: Path, out: Path) -> None:
     """Put the new book where the old one is; a kill in between leaves one of the two whole."""
-    old = out.with_name(f".{out.name}-old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _old(out)
     if out.exists():
         os.replace(out, old)
     os.replace(built, out)
