@@ -80,8 +80,8 @@ show(
 # %% tags=["hide-input"]
 show(
     figures.peak_memory(peaks),
-    "On a processor, one fresh process per path and length; on a GPU, the allocator's peak. Memory that a path"
-    " needs only for a moment counts as much as what it keeps.",
+    "On a processor, one fresh process per path and length; on a GPU, the allocator's peak. Memory that a"
+    " path needs only for a moment counts as much as what it keeps.",
     tables.memory(peaks),
     "latency/memory.parquet",
 )

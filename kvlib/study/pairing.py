@@ -66,7 +66,7 @@ def run_pair(run: Run) -> dict:
     worst = max(gates, key=lambda g: max(g["max_abs_difference"].values()))
     losses = {role: held_out_nll(model, tokens) for role, model in (("target", target), ("source", source))}
     progress.advance(16, "gate and losses measured")
-    described = {role: describe_model(model) for role, model in (("target", target), ("source", source))}
+    described = {role: describe_model(model, display_name(run, role)) for role, model in (("target", target), ("source", source))}
     summary = {
         **described,
         "pruning": pruning,
@@ -233,12 +233,24 @@ def held_out_nll(model, prompts: torch.Tensor) -> float:
     return total / prompts[:, 1:].numel()
 
 
-def describe_model(model) -> dict:
+def display_name(run: Run, role: str) -> str:
+    """What a reader knows the model by."""
+    wanted = getattr(run.profile.pair, role)
+    if isinstance(wanted, HubModel):
+        return Path(wanted.id).name
+    if isinstance(wanted, PrunedModel):
+        return f"{display_name(run, 'target')} pruned to {wanted.hidden_size} x {wanted.intermediate_size}"
+    if isinstance(wanted, RandomModel):
+        return "tiny random Llama"
+    return Path(load_assets()[wanted.asset].file).stem
+
+
+def describe_model(model, name: str) -> dict:
     config, geometry = model.config, Geometry.of(model)
     parameters = sum(p.numel() for p in model.parameters())
     outside = {id(p): p.numel() for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
     return {
-        "name": Path(config.name_or_path).name or config.model_type,
+        "name": name,
         "fingerprint": fingerprint(model),
         "layers": geometry.layers,
         "query_heads": config.num_attention_heads,
