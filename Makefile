@@ -11,7 +11,7 @@ KVLIB = .venv/bin/python -m kvlib
 .PHONY: help book test notebooks fetch setup setup-test python clean distclean
 
 help:
-	@echo "make book                 environment, assets, the five notebooks, the book (PROFILE=laptop|quick|smoke|paper, RUN=name)"
+	@echo "make book                 environment, assets, the five notebooks, the book (PROFILE=laptop|quick|smoke, RUN=name)"
 	@echo "make test                 environment, then every test; offline once installed"
 	@echo "make notebooks            the notebooks as .ipynb files in $(OUT), for JupyterLab and papermill's own command"
 	@echo "make fetch                only download the model and the text, and check their hashes"

@@ -1,8 +1,8 @@
 """Two-segment attention: a cached prefix read through an affine map that never touches the cache.
 
-For keys and values that are to be read as x' = x W + c + x L R (L R with the residual scale in it), attention being linear in K and in V,
+For keys and values that are to be read as x' = x W + c + s x L R, attention being linear in K and in V,
 
-    q · k' = (q Wᵀ + (q Rᵀ) Lᵀ) · k + q · c        Σ p v' = o W + (Σ p) c + (o L) R,   o = Σ p v
+    q · k' = (q Wᵀ + s (q Rᵀ) Lᵀ) · k + q · c        Σ p v' = o W + (Σ p) c + s (o L) R,   o = Σ p v
 
 so the map acts on one query and one output instead of on T cached positions. The target's own new positions
 are read as they are; one softmax covers both segments.
@@ -51,7 +51,10 @@ class Affine:
         return y
 
     def to(self, *args, **kwargs) -> "Affine":
-        moved = (None if t is None else t.to(*args, **kwargs) for t in (self.dense, self.bias, self.left, self.right))
+        moved = (
+            None if t is None else t.to(*args, **kwargs)
+            for t in (self.dense, self.bias, self.left, self.right)
+        )
         return Affine(*moved, self.scale)
 
 
@@ -114,7 +117,9 @@ def two_segment_attention(
     return out.reshape(batch, query_heads, steps, dim).to(dtype)
 
 
-def _in_query_chunks(q, prefix_keys, prefix_values, new_keys, new_values, scaling, key_map, value_map, valid, rows):
+def _in_query_chunks(
+    q, prefix_keys, prefix_values, new_keys, new_values, scaling, key_map, value_map, valid, rows
+):
     """Many queries at once: exact, in chunks along S; later chunks see the new positions before them."""
     steps, length = q.shape[2], new_keys.shape[2]
     parts = []

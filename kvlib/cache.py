@@ -36,7 +36,9 @@ class PrefixCache:
     Tensors are shared, never copied; `clone` makes a copy.
     """
 
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], valid: torch.Tensor | None = None):
+    def __init__(
+        self, keys: list[torch.Tensor], values: list[torch.Tensor], valid: torch.Tensor | None = None
+    ):
         if len(keys) == 0 or len(keys) != len(values):
             raise KvlibError(
                 f"a cache needs as many key as value layers and at least one; got {len(keys)} key and "
@@ -51,7 +53,9 @@ class PrefixCache:
                         f"{tuple(shape)} {dtype} like key layer 0, as (B, H, T, D): rebuild the cache from one prefill"
                     )
         if shape[2] == 0:
-            raise KvlibError("the cache is empty (0 positions), expected at least 1: prefill a prompt of 2 tokens or more")
+            raise KvlibError(
+                "the cache is empty (0 positions), expected at least 1: prefill a prompt of 2 tokens or more"
+            )
         if valid is not None and (valid.shape != (shape[0], shape[2]) or valid.dtype != torch.bool):
             raise KvlibError(
                 f"the cache's validity mask is {tuple(valid.shape)} {valid.dtype}, expected "
@@ -97,9 +101,13 @@ class PrefixCache:
     def slice(self, tokens: int) -> "PrefixCache":
         """The first `tokens` positions, as views."""
         if not 0 < tokens <= self.tokens:
-            raise KvlibError(f"{tokens} positions asked of a cache that has {self.tokens}: ask for 1 to {self.tokens}")
+            raise KvlibError(
+                f"{tokens} positions asked of a cache that has {self.tokens}: ask for 1 to {self.tokens}"
+            )
         valid = None if self.valid is None else self.valid[:, :tokens]
-        return PrefixCache([k[:, :, :tokens] for k in self.keys], [v[:, :, :tokens] for v in self.values], valid)
+        return PrefixCache(
+            [k[:, :, :tokens] for k in self.keys], [v[:, :, :tokens] for v in self.values], valid
+        )
 
     def select(self, prompts) -> "PrefixCache":
         """The prompts at these indices of the batch (a list, a slice or a tensor)."""
@@ -113,7 +121,9 @@ class PrefixCache:
         """Every tensor through `Tensor.to` (a device or a dtype)."""
         device = torch.empty(0).to(*args, **kwargs).device
         valid = None if self.valid is None else self.valid.to(device)
-        return PrefixCache([k.to(*args, **kwargs) for k in self.keys], [v.to(*args, **kwargs) for v in self.values], valid)
+        return PrefixCache(
+            [k.to(*args, **kwargs) for k in self.keys], [v.to(*args, **kwargs) for v in self.values], valid
+        )
 
     def check_finite(self, owner: str) -> "PrefixCache":
         """Raises KvlibError at the first layer that holds NaN or infinity; returns itself."""
@@ -138,7 +148,9 @@ class PrefixCache:
                 )
         dtype = next(model.parameters()).dtype
         if self.dtype != dtype:
-            raise KvlibError(f"{owner} is {self.dtype}, the model {dtype}: convert one of them with .to({dtype})")
+            raise KvlibError(
+                f"{owner} is {self.dtype}, the model {dtype}: convert one of them with .to({dtype})"
+            )
         limit = getattr(model.config, "max_position_embeddings", None)
         if limit is not None and self.tokens >= limit:
             raise KvlibError(
@@ -223,7 +235,9 @@ def cache_argument(module) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def forward(model, input_ids: torch.Tensor, cache: Cache | None, position_ids: torch.Tensor, attention_mask=None):
+def forward(
+    model, input_ids: torch.Tensor, cache: Cache | None, position_ids: torch.Tensor, attention_mask=None
+):
     """The model's body over new tokens: final hidden states (B, S, C). Positions are always explicit.
 
     Args:
@@ -233,7 +247,9 @@ def forward(model, input_ids: torch.Tensor, cache: Cache | None, position_ids: t
     body = model.base_model
     if attention_mask is None:
         seen = cache.get_seq_length() if cache is not None else 0
-        attention_mask = torch.ones(input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device)
+        attention_mask = torch.ones(
+            input_ids.shape[0], seen + input_ids.shape[1], dtype=torch.long, device=input_ids.device
+        )
     arguments = {cache_argument(body): cache} if cache is not None else {}
     return body(
         input_ids=input_ids,
@@ -271,10 +287,14 @@ def prefill(
 def check_prompt(model, input_ids: torch.Tensor) -> None:
     """Raises KvlibError unless `input_ids` is (B, T) with ids in the vocabulary and T within the positions."""
     if input_ids.ndim != 2 or input_ids.numel() == 0:
-        raise KvlibError(f"token ids of shape {tuple(input_ids.shape)} given, expected (B, T) with at least one token")
+        raise KvlibError(
+            f"token ids of shape {tuple(input_ids.shape)} given, expected (B, T) with at least one token"
+        )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and input_ids.shape[1] > limit:
-        raise KvlibError(f"a prompt of {input_ids.shape[1]} tokens given, the model has {limit} positions: shorten the prompt")
+        raise KvlibError(
+            f"a prompt of {input_ids.shape[1]} tokens given, the model has {limit} positions: shorten the prompt"
+        )
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= model.config.vocab_size:
         raise KvlibError(

@@ -80,7 +80,9 @@ def divergence(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: t
     """
     for name, logits in (("native", native_logits), ("path", path_logits)):
         if not torch.isfinite(logits).all():
-            raise KvlibError(f"{name} logits hold NaN or infinity, expected finite values: check weights, cache and dtype")
+            raise KvlibError(
+                f"{name} logits hold NaN or infinity, expected finite values: check weights, cache and dtype"
+            )
     wide = torch.float64 if native_logits.dtype == torch.float64 else torch.float32
     native = native_logits.to(wide).log_softmax(-1)
     path = path_logits.to(wide).log_softmax(-1)
@@ -96,7 +98,13 @@ def divergence(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: t
 
 @torch.no_grad()
 def path_divergence(
-    target, prefix: PrefixCache, cache_map: CacheMap, reference: Reference, mode: str = "auto", *, check: bool = True
+    target,
+    prefix: PrefixCache,
+    cache_map: CacheMap,
+    reference: Reference,
+    mode: str = "auto",
+    *,
+    check: bool = True,
 ) -> Divergence:
     """Hand `prefix` (B prompts) over through the map, force the reference's tokens, and compare with native.
 

@@ -21,7 +21,9 @@ from kvlib.pair import rotary_of
 MODES = ("auto", "absorbed", "in_place", "materialised")
 
 
-def handoff(model, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, check: bool = True) -> "Handoff":
+def handoff(
+    model, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, check: bool = True
+) -> "Handoff":
     """Prepare a handoff; use it as a context manager (the model is restored on leaving).
 
     Args:
@@ -40,7 +42,9 @@ def handoff(model, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto",
         cache_map.check_fits(Geometry.of(model))
     obstacle = cache_map.why_not_affine
     if mode == "absorbed" and obstacle:
-        raise KvlibError(f"mode 'absorbed' asked of a {cache_map.kind} map, but {obstacle}: use mode='in_place'")
+        raise KvlibError(
+            f"mode 'absorbed' asked of a {cache_map.kind} map, but {obstacle}: use mode='in_place'"
+        )
     if mode == "auto":
         mode = "in_place" if obstacle else "absorbed"
         reason = obstacle or "the map is affine in each head's own vector, so attention absorbs it"
@@ -86,7 +90,9 @@ class Handoff:
         if self._restore is None:
             raise KvlibError("a handoff was used outside its `with` block: enter it first")
         if tokens.ndim != 2 or tokens.shape[0] != self.prefix.batch:
-            raise KvlibError(f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt")
+            raise KvlibError(
+                f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt"
+            )
         new = self.seen - self.prefix.tokens
         offsets = torch.arange(tokens.shape[1], device=tokens.device) + new
         positions = self.prefix.lengths.to(tokens.device).unsqueeze(1) + offsets  # (B, S)
@@ -113,7 +119,9 @@ class Handoff:
         mask = torch.ones_like(input_ids)
         if valid is not None:
             mask[:, :-1] = valid.long()
-        return self.model.generate(input_ids, attention_mask=mask, **{cache_argument(self.model): self.cache}, **kwargs)
+        return self.model.generate(
+            input_ids, attention_mask=mask, **{cache_argument(self.model): self.cache}, **kwargs
+        )
 
 
 def compute_dtype(model) -> torch.dtype:

@@ -24,7 +24,9 @@ class ModelPair:
     tokenizer: PreTrainedTokenizerBase
 
     @classmethod
-    def load(cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu") -> "ModelPair":
+    def load(
+        cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu"
+    ) -> "ModelPair":
         """Load both from folders or hub ids and check them.
 
         Raises: KvlibError naming both models and what does not fit.
@@ -47,11 +49,15 @@ def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTr
     try:
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
-        raise KvlibError(f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}") from error
+        raise KvlibError(
+            f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}"
+        ) from error
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
-            raise KvlibError(f"weight {name} of {place} holds NaN or infinity, expected finite values: download the model again")
+            raise KvlibError(
+                f"weight {name} of {place} holds NaN or infinity, expected finite values: download the model again"
+            )
     return model
 
 
@@ -59,7 +65,9 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
-        raise KvlibError(f"{place} given, expected a folder or hub id with a tokenizer: {first_line(error)}") from error
+        raise KvlibError(
+            f"{place} given, expected a folder or hub id with a tokenizer: {first_line(error)}"
+        ) from error
 
 
 def first_line(error: Exception) -> str:
@@ -74,7 +82,11 @@ def name_of(model) -> str:
 def fingerprint(model) -> str:
     """SHA-256 over geometry, rotary settings and all weights (as bfloat16, so a dtype does not change it)."""
     config = model.config
-    digest = hashlib.sha256(json.dumps([str(Geometry.of(model)), config.vocab_size, rope_settings(config)], sort_keys=True).encode())
+    digest = hashlib.sha256(
+        json.dumps(
+            [str(Geometry.of(model)), config.vocab_size, rope_settings(config)], sort_keys=True
+        ).encode()
+    )
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().data)
@@ -106,17 +118,31 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
     given, wanted = Geometry.of(source), Geometry.of(target)
     for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
         if getattr(given, field) != getattr(wanted, field):
-            differ(what, getattr(given, field), getattr(wanted, field), "choose a source with the target's cache shape")
+            differ(
+                what,
+                getattr(given, field),
+                getattr(wanted, field),
+                "choose a source with the target's cache shape",
+            )
     for model in (source, target):
-        windows = [kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"]
-        sliding = getattr(model.config, "sliding_window", None) and getattr(model.config, "use_sliding_window", True)
+        windows = [
+            kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"
+        ]
+        sliding = getattr(model.config, "sliding_window", None) and getattr(
+            model.config, "use_sliding_window", True
+        )
         if windows or sliding:
             raise KvlibError(
                 f"{names} cannot share a cache: {name_of(model)} has layers with {windows[0] if windows else 'a sliding window'}, "
                 "expected full attention in every layer; choose another model"
             )
     if source.config.vocab_size != target.config.vocab_size:
-        differ("vocabulary size", source.config.vocab_size, target.config.vocab_size, "choose models with one tokenizer")
+        differ(
+            "vocabulary size",
+            source.config.vocab_size,
+            target.config.vocab_size,
+            "choose models with one tokenizer",
+        )
     if target_tokenizer is not None and source_tokenizer is not None:
         _check_tokenizers(names, target_tokenizer, source_tokenizer)
     dtypes = [next(m.parameters()).dtype for m in (source, target)]
@@ -148,4 +174,9 @@ def _check_rotary(target, source, differ):
     for given, wanted in zip(rotary_of(source)(positions), rotary_of(target)(positions)):
         gap = float((given.cpu() - wanted.cpu()).abs().max())
         if gap > ROTARY_TOLERANCE:
-            differ("rotary embedding", rope_settings(source.config), rope_settings(target.config), f"cos and sin are up to {gap:.2g} apart")
+            differ(
+                "rotary embedding",
+                rope_settings(source.config),
+                rope_settings(target.config),
+                f"cos and sin are up to {gap:.2g} apart",
+            )

@@ -297,4 +297,4 @@ def _check(target, windows, hidden_size, intermediate_size, chunk_windows, penal
     _demand(fits, f"{given} expected at least one window, of 2 to {longest} tokens; cut the text so")
     low, high = int(windows.min()), int(windows.max())
     given = f"windows hold token ids {low} to {high}: expected 0 to {last}"
-    _demand(0 <= low and high <= last, f"{given}; tokenise with the target's own tokenizer")
+    _demand(low >= 0 and high <= last, f"{given}; tokenise with the target's own tokenizer")

@@ -1,5 +1,6 @@
 """What the command line says and how it ends: sentences, tables, exit statuses, Ctrl-C and SIGTERM."""
 
+import logging
 import os
 import signal
 import sys
@@ -62,6 +63,7 @@ def _stop(number: int, _) -> None:
     # The first signal leaves in good order, a second one at once; kernels then notice by themselves.
     for each in STOPS:
         signal.signal(each, lambda again, _: os._exit(STOPS[again][1]))
+    logging.disable(logging.CRITICAL)  # libraries would report the kernel that ends, trace and all
     raise Stopped(number)
 
 

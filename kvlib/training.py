@@ -76,7 +76,11 @@ def train(
             share = len(range(*part.indices(batch.source.batch))) / batch.source.batch
             piece = Batch(batch.source.select(part), batch.target.select(part) if warm else batch.target,
                           batch.inputs[part], batch.hidden[part])  # fmt: skip
-            value = kv_mse(current, piece, rotary) if warm else forced_kl(target, current, piece, head_weight, rotary)
+            value = (
+                kv_mse(current, piece, rotary)
+                if warm
+                else forced_kl(target, current, piece, head_weight, rotary)
+            )
             (value * share).backward()
             loss += float(value.detach()) * share
         if math.isfinite(loss):
@@ -105,13 +109,17 @@ def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     return total / (2 * len(batch.source.keys))
 
 
-def forced_kl(target, cache_map: ResidualMap, batch: Batch, head_weight: torch.Tensor, rotary=None) -> torch.Tensor:
+def forced_kl(
+    target, cache_map: ResidualMap, batch: Batch, head_weight: torch.Tensor, rotary=None
+) -> torch.Tensor:
     """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
     prefix = batch.source
     layers = range(len(prefix.keys))
     if cache_map.why_not_affine:
         angles = rotary(prefix.positions) if rotary else None
-        pairs = [cache_map.correct(i, prefix.keys[i].float(), prefix.values[i].float(), angles) for i in layers]
+        pairs = [
+            cache_map.correct(i, prefix.keys[i].float(), prefix.values[i].float(), angles) for i in layers
+        ]
         dtype = prefix.dtype
         prefix = PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
         maps = [(IDENTITY, IDENTITY)] * len(pairs)

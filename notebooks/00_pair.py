@@ -15,9 +15,9 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-seed = None  # draws the partitions; None: as the run or its profile has it
+seed = None  # type: int draws the partitions; None: as the run or its profile has it
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables

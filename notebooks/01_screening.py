@@ -15,16 +15,16 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-steps = None  # training steps of every arm, warm-up included
-prompts_per_step = None  # prefixes per training step
-learning_rates = None  # three learning rates of the slice, such as [0.001, 0.003, 0.01]
-ranks = None  # four ranks of the slice; the profile's centre must be one of them
-warmup_steps = None  # steps on the cache's squared error before the training on KL
-scales = None  # residual scales tried for the selected arms
-checkpoints = None  # training steps whose weights are kept and tried
-arms = None  # ids of the arms to screen; None: all of them
+steps = None  # type: int training steps of every arm, warm-up included
+prompts_per_step = None  # type: int prefixes per training step
+learning_rates = None  # type: list[float] three learning rates of the slice, such as [0.001, 0.003, 0.01]
+ranks = None  # type: list[int] four ranks of the slice; the profile's centre must be one of them
+warmup_steps = None  # type: int steps on the cache's squared error before the training on KL
+scales = None  # type: list[float] residual scales tried for the selected arms
+checkpoints = None  # type: list[int] training steps whose weights are kept and tried
+arms = None  # type: list[str] ids of the arms to screen; None: all of them
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables

@@ -15,9 +15,9 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-seeds = None  # training seeds of every finalist, such as [11, 12, 13]
+seeds = None  # type: list[int] training seeds of every finalist, such as [11, 12, 13]
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables

@@ -14,10 +14,10 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-forcings = None  # along what the steps are forced: ["oracle"], ["text"] or both
-batch_prompts = None  # prompts per batch; a finished batch is never run again
+forcings = None  # type: list[str] along what the steps are forced: ["oracle"], ["text"] or both
+batch_prompts = None  # type: int prompts per batch; a finished batch is never run again
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables

@@ -15,13 +15,13 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-prefix_tokens = None  # prefix lengths, shortest first
-warmups = None  # uncounted repetitions per length
-repetitions = None  # counted repetitions per length, source cache resident
-cold_repetitions = None  # counted repetitions per length, the source's prefill included
-memory = None  # whether peak memory is measured too
+prefix_tokens = None  # type: list[int] prefix lengths, shortest first
+warmups = None  # type: list[int] uncounted repetitions per length
+repetitions = None  # type: list[int] counted repetitions per length, source cache resident
+cold_repetitions = None  # type: list[int] counted repetitions per length, the source's prefill included
+memory = None  # type: bool whether peak memory is measured too
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables

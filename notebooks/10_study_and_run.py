@@ -14,7 +14,7 @@
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
-run = None  # the folder under `results`; None: the profile's name
+run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
 
 # %% tags=["hide-input"]

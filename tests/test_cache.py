@@ -29,7 +29,9 @@ def test_going_on_from_a_round_trip_equals_native():
 
 def test_prefill_in_chunks_is_prefill_in_one_go():
     model, ids = tiny_llama(), tokens(2, 13)
-    (one, hidden_one), (many, hidden_many) = (prefill(model, ids, chunk_tokens=n, return_hidden=True) for n in (None, 4))
+    (one, hidden_one), (many, hidden_many) = (
+        prefill(model, ids, chunk_tokens=n, return_hidden=True) for n in (None, 4)
+    )
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one.keys, many.keys))
     assert torch.allclose(hidden_one, hidden_many, atol=1e-4)
 
@@ -44,7 +46,9 @@ def test_slices_and_selections_are_of_the_same_values():
 
 def test_positions_count_valid_entries_only():
     prefix = prefill(tiny_llama(), tokens(2, 4))
-    padded = PrefixCache(prefix.keys, prefix.values, torch.tensor([[False, True, True, True], [True, True, False, False]]))
+    padded = PrefixCache(
+        prefix.keys, prefix.values, torch.tensor([[False, True, True, True], [True, True, False, False]])
+    )
     assert padded.positions.tolist() == [[0, 0, 1, 2], [0, 1, 1, 1]]
     assert padded.lengths.tolist() == [3, 2]
 
@@ -78,7 +82,10 @@ def good() -> PrefixCache:
         (lambda c: c.to(torch.bfloat16).check_fits(tiny_llama()), "bfloat16"),
         (lambda c: c.check_fits(tiny_llama(max_position_embeddings=6)), "6 positions"),
         (lambda c: c.slice(7), "7 positions"),
-        (lambda c: PrefixCache([k / 0 for k in c.keys], c.values).check_finite("the source"), "NaN or infinity"),
+        (
+            lambda c: PrefixCache([k / 0 for k in c.keys], c.values).check_finite("the source"),
+            "NaN or infinity",
+        ),
         (lambda c: PrefixCache.from_dynamic(DynamicCache()), "0 key"),
         (lambda c: prefill(tiny_llama(), tokens(1, 513)), "513 tokens"),
         (lambda c: prefill(tiny_llama(), tokens(1, 4) + 100), "vocabulary"),

@@ -28,7 +28,9 @@ def test_kl_of_a_distribution_with_itself_is_zero():
 
 def test_the_oracle_is_greedy_generation_that_no_end_of_text_stops():
     model, ids = tiny_llama(), tokens(2, 10)
-    generated = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)[:, 10:]
+    generated = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)[
+        :, 10:
+    ]
     reference = oracle_reference(model, ids, 8)
     assert torch.equal(reference.forced, generated)
     assert torch.equal(reference.inputs, torch.cat([ids[:, -1:], generated[:, :-1]], 1))

@@ -27,11 +27,17 @@ def test_native_in_native_out(mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("cache_map", [fitted_ridge(), random_residual(), random_residual(base=fitted_ridge())], ids=["ridge", "linear", "both"])
+@pytest.mark.parametrize(
+    "cache_map",
+    [fitted_ridge(), random_residual(), random_residual(base=fitted_ridge())],
+    ids=["ridge", "linear", "both"],
+)
 def test_absorbed_equals_materialised_up_to_the_64th_token(cache_map, dtype):
     model, ids = tiny_llama().to(dtype), tokens(2, 40 + 64)
     prefix = prefill(model, ids[:, :40])
-    (absorbed, active), (materialised, _) = (read(model, prefix, cache_map.to(dtype), mode, ids[:, 40:]) for mode in ("auto", "materialised"))
+    (absorbed, active), (materialised, _) = (
+        read(model, prefix, cache_map.to(dtype), mode, ids[:, 40:]) for mode in ("auto", "materialised")
+    )
     assert active.mode == "absorbed" and "absorbs" in active.reason
     # Both forms are exact; they differ by the order of roundings: some 1e3 units in the last place of logits of size 5.
     tolerance = 1e-10 if dtype == torch.float64 else 2e-4
@@ -42,7 +48,9 @@ def test_absorbed_equals_materialised_up_to_the_64th_token(cache_map, dtype):
 def test_what_cannot_be_absorbed_is_applied_in_place_and_says_why(residual, features):
     model, ids = tiny_llama(), tokens(2, 20)
     prefix, cache_map = prefill(model, ids[:, :11]), random_residual(residual, features)
-    (auto, active), (materialised, _) = (read(model, prefix, cache_map, mode, ids[:, 11:]) for mode in ("auto", "materialised"))
+    (auto, active), (materialised, _) = (
+        read(model, prefix, cache_map, mode, ids[:, 11:]) for mode in ("auto", "materialised")
+    )
     assert active.mode == "in_place" and active.reason == cache_map.why_not_affine
     assert torch.allclose(auto, materialised, atol=1e-5)
     with pytest.raises(KvlibError, match="use mode='in_place'"):
@@ -81,7 +89,10 @@ def test_generate_goes_on_like_native_from_its_own_cache():
 def test_the_model_is_restored_even_after_an_error():
     model, ids = tiny_llama(), tokens(1, 8)
     before, native = model.config._attn_implementation, model(ids).logits
-    with pytest.raises(RuntimeError, match="on purpose"), handoff(model, prefill(model, ids[:, :-1]), DirectMap()):
+    with (
+        pytest.raises(RuntimeError, match="on purpose"),
+        handoff(model, prefill(model, ids[:, :-1]), DirectMap()),
+    ):
         raise RuntimeError("on purpose")
     assert model.config._attn_implementation == before and torch.equal(model(ids).logits, native)
 
@@ -116,8 +127,18 @@ def test_refusals_are_one_sentence():
 def test_many_queries_in_chunks_equal_all_at_once(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    arguments = (draw(2, 6, 9, 4), draw(2, 2, 5, 4), draw(2, 2, 5, 4), draw(2, 2, 11, 4), draw(2, 2, 11, 4), 0.5)
-    maps = (Affine(draw(2, 4, 4), draw(2, 4), draw(2, 4, 2), draw(2, 2, 4)), Affine(None, draw(2, 4), draw(2, 4, 2), draw(2, 2, 4)))
+    arguments = (
+        draw(2, 6, 9, 4),
+        draw(2, 2, 5, 4),
+        draw(2, 2, 5, 4),
+        draw(2, 2, 11, 4),
+        draw(2, 2, 11, 4),
+        0.5,
+    )
+    maps = (
+        Affine(draw(2, 4, 4), draw(2, 4), draw(2, 4, 2), draw(2, 2, 4)),
+        Affine(None, draw(2, 4), draw(2, 4, 2), draw(2, 2, 4)),
+    )
     whole = two_segment_attention(*arguments, *maps)
     monkeypatch.setattr("kvlib.attention.QUERY_ROWS", 7)
     assert torch.allclose(two_segment_attention(*arguments, *maps), whole, atol=1e-12)

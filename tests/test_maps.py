@@ -4,14 +4,27 @@ import pytest
 import torch
 from tiny import tiny_llama, tokens
 
-from kvlib import DirectMap, KvlibError, PrefixCache, RidgeAccumulator, ResidualMap, load_map, prefill, save_map
+from kvlib import (
+    DirectMap,
+    KvlibError,
+    PrefixCache,
+    ResidualMap,
+    RidgeAccumulator,
+    load_map,
+    prefill,
+    save_map,
+)
 from kvlib.cache import Geometry
 from kvlib.maps.base import map_provenance
 from kvlib.maps.residual import rotate
 from kvlib.pair import rotary_of
 
 GEOMETRY = Geometry(3, 2, 16)
-KINDS = [(residual, features) for residual in ("linear", "quadratic") for features in ("own", "rms", "rope_stripped")]
+KINDS = [
+    (residual, features)
+    for residual in ("linear", "quadratic")
+    for features in ("own", "rms", "rope_stripped")
+]
 
 
 def random_cache(seed: int, batch: int = 2, length: int = 11) -> PrefixCache:
@@ -29,9 +42,12 @@ def fitted_ridge():
 def random_residual(residual="linear", features="own", base=None, rank=4, seed=3) -> ResidualMap:
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(3, 2, generator=generator) + 0.5
-    fresh = ResidualMap.initial(scale, scale * 2, 16, rank, residual=residual, features=features, base=base, generator=generator)
+    fresh = ResidualMap.initial(
+        scale, scale * 2, 16, rank, residual=residual, features=features, base=base, generator=generator
+    )
     weights = fresh.tensors() | {
-        name: torch.randn(getattr(fresh, name).shape, generator=generator) * 0.2 for name in ("key_right", "value_right")
+        name: torch.randn(getattr(fresh, name).shape, generator=generator) * 0.2
+        for name in ("key_right", "value_right")
     }
     return ResidualMap.restore(fresh.settings(), weights).with_scale(0.75)
 
@@ -53,7 +69,9 @@ def test_ridge_is_the_least_squares_solution_of_a_naive_loop():
                 a, b = (t[layer][:, head].reshape(-1, 16).double() for t in (x, y))
                 centred, wanted = a - a.mean(0), b - b.mean(0)
                 gram = centred.T @ centred
-                solved = torch.linalg.solve(gram + 1e-3 * gram.diagonal().mean() * torch.eye(16), centred.T @ wanted)
+                solved = torch.linalg.solve(
+                    gram + 1e-3 * gram.diagonal().mean() * torch.eye(16), centred.T @ wanted
+                )
                 assert torch.allclose(weight[layer, head].double(), solved, atol=1e-5)
                 assert torch.allclose(bias[layer, head].double(), b.mean(0) - a.mean(0) @ solved, atol=1e-5)
 
@@ -73,7 +91,9 @@ def test_ridge_of_a_linear_relation_finds_it():
     sums = RidgeAccumulator(GEOMETRY)
     sums.add(source, target)
     ridge = sums.solve(1e-9)
-    assert torch.allclose(ridge.key_weight[0, 0], turn, atol=1e-4) and torch.allclose(ridge.key_bias, torch.ones(3, 2, 16), atol=1e-4)
+    assert torch.allclose(ridge.key_weight[0, 0], turn, atol=1e-4) and torch.allclose(
+        ridge.key_bias, torch.ones(3, 2, 16), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("based", [False, True])
@@ -85,7 +105,10 @@ def test_residual_against_a_loop_over_prompts_heads_and_positions(residual, feat
     rotary = rotary_of(model)
     corrected = cache_map.materialise(prefix, rotary)
     cos, sin = rotary(prefix.positions)
-    for kind, before, after in (("key", prefix.keys, corrected.keys), ("value", prefix.values, corrected.values)):
+    for kind, before, after in (
+        ("key", prefix.keys, corrected.keys),
+        ("value", prefix.values, corrected.values),
+    ):
         left, right, scale = (getattr(cache_map, f"{kind}_{part}") for part in ("left", "right", "scale"))
         for layer in range(3):
             for b in range(2):
@@ -93,7 +116,9 @@ def test_residual_against_a_loop_over_prompts_heads_and_positions(residual, feat
                     for t in range(0, 11, 5):
                         x = before[layer][b, h, t]
                         stripped = kind == "key" and features == "rope_stripped"
-                        turn = lambda v, s: rotate(v.view(1, 1, 1, 16), cos[b : b + 1, t : t + 1], s * sin[b : b + 1, t : t + 1]).view(16)  # noqa: E731, B023
+                        turn = lambda v, s: rotate(
+                            v.view(1, 1, 1, 16), cos[b : b + 1, t : t + 1], s * sin[b : b + 1, t : t + 1]
+                        ).view(16)  # noqa: E731, B023
                         f = turn(x, -1) if stripped else x
                         f = x / x.pow(2).mean().sqrt() if features == "rms" else f / scale[layer, h]
                         f = torch.cat([f, f**2]) if residual == "quadratic" else f
@@ -101,19 +126,29 @@ def test_residual_against_a_loop_over_prompts_heads_and_positions(residual, feat
                         delta = turn(delta, 1) if stripped else delta
                         start = x
                         if based:
-                            weight, bias = (getattr(base, f"{kind}_{part}")[layer, h] for part in ("weight", "bias"))
+                            weight, bias = (
+                                getattr(base, f"{kind}_{part}")[layer, h] for part in ("weight", "bias")
+                            )
                             start = x @ weight + bias
-                        assert torch.allclose(after[layer][b, h, t], start + 0.75 * scale[layer, h] * delta, atol=1e-4)
+                        assert torch.allclose(
+                            after[layer][b, h, t], start + 0.75 * scale[layer, h] * delta, atol=1e-4
+                        )
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
 def test_in_place_equals_a_copy(chunk_tokens):
-    cache_map, prefix, rotary = random_residual("quadratic", "rope_stripped"), random_cache(5), rotary_of(tiny_llama())
+    cache_map, prefix, rotary = (
+        random_residual("quadratic", "rope_stripped"),
+        random_cache(5),
+        rotary_of(tiny_llama()),
+    )
     copy = cache_map.materialise(prefix, rotary)
     pointer = prefix.keys[0].data_ptr()
     cache_map.apply_(prefix, rotary, chunk_tokens)
     assert prefix.keys[0].data_ptr() == pointer
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(prefix.keys + prefix.values, copy.keys + copy.values))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(prefix.keys + prefix.values, copy.keys + copy.values)
+    )
 
 
 def test_the_studys_residual_has_its_published_parameter_count():
@@ -125,12 +160,17 @@ def test_the_studys_residual_has_its_published_parameter_count():
 def test_an_untrained_residual_is_its_base():
     scale, prefix = torch.ones(3, 2), random_cache(5)
     for base in (None, fitted_ridge()):
-        fresh = ResidualMap.initial(scale, scale, 16, 4, base=base, generator=torch.Generator().manual_seed(0))
+        fresh = ResidualMap.initial(
+            scale, scale, 16, 4, base=base, generator=torch.Generator().manual_seed(0)
+        )
         wanted = prefix if base is None else base.materialise(prefix)
         assert torch.allclose(fresh.materialise(prefix).keys[1], wanted.keys[1], atol=1e-6)
 
 
-@pytest.mark.parametrize("cache_map", [DirectMap(), fitted_ridge(), random_residual(), random_residual("quadratic", "rms", fitted_ridge())])
+@pytest.mark.parametrize(
+    "cache_map",
+    [DirectMap(), fitted_ridge(), random_residual(), random_residual("quadratic", "rms", fitted_ridge())],
+)
 def test_a_saved_map_is_loaded_as_it_was(cache_map, tmp_path):
     path = tmp_path / "map.safetensors"
     save_map(cache_map, path, pair="a pair", provenance={"seed": 3})
@@ -183,5 +223,9 @@ def test_rope_stripping_undoes_the_models_own_rotation():
     prefix = prefill(model, ids)
     cos, sin = rotary_of(model)(prefix.positions)
     layer = model.model.layers[0]
-    raw = layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens(ids))).view(1, 9, 2, 16).transpose(1, 2)
+    raw = (
+        layer.self_attn.k_proj(layer.input_layernorm(model.model.embed_tokens(ids)))
+        .view(1, 9, 2, 16)
+        .transpose(1, 2)
+    )
     assert torch.allclose(rotate(prefix.keys[0], cos, -sin), raw, atol=1e-5)

@@ -61,13 +61,25 @@ def test_bad_files_are_one_sentence(tmp_path):
     with pytest.raises(KvlibError, match="expected one of laptop, quick, smoke|expected one of"):
         load_profile("labtop")
     path = tmp_path / "mine.yaml"
-    for content, sentence in (("a: [", "no readable YAML"), ("- 1", "holds list"), ("", "holds NoneType"), ("name: x", "is missing")):
+    for content, sentence in (
+        ("a: [", "no readable YAML"),
+        ("- 1", "holds list"),
+        ("", "holds NoneType"),
+        ("name: x", "is missing"),
+    ):
         path.write_text(content)
         with pytest.raises(KvlibError, match=sentence):
             load_profile(str(path))
 
 
-LEAVES = st.none() | st.booleans() | st.integers(-5, 5) | st.floats() | st.text(max_size=4) | st.lists(st.integers(-2, 2), max_size=2)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.lists(st.integers(-2, 2), max_size=2)
+)
 
 
 @given(key=st.sampled_from(sorted(Profile.model_fields)), value=LEAVES)

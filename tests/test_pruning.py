@@ -28,19 +28,19 @@ def one_thread():
 
 def tiny_llama(**changes) -> LlamaForCausalLM:
     """Random weights large enough that attention and MLP matter; 4 heads of 16 on a hidden width of 48."""
-    settings = dict(
-        vocab_size=97,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=256,
-        bos_token_id=5,
-        eos_token_id=6,
-        tie_word_embeddings=False,
-    )
+    settings = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "bos_token_id": 5,
+        "eos_token_id": 6,
+        "tie_word_embeddings": False,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()

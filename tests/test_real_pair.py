@@ -35,11 +35,17 @@ def run(tmp_path_factory):
 def test_learned_beats_direct_beats_ridge(run):
     pair = run_pair(run)
     assert pair["gate"]["passed"] and pair["pruning"]["body_parameters_kept"] == pytest.approx(0.71, abs=0.02)
-    assert pair["held_out_nll"]["target"] < pair["held_out_nll"]["source"] < pair["held_out_nll"]["target"] + 2
+    assert (
+        pair["held_out_nll"]["target"] < pair["held_out_nll"]["source"] < pair["held_out_nll"]["target"] + 2
+    )
     trainer, scorer = prepare(run, "screen", pair, Progress("test", 1))
     arm = Arm("direct", "linear", "own", 8, 0.003, 5)
     assert trainer.train(arm, 0, 40, Progress("test", 1), "test")["status"] == "finished"
-    maps = {"direct": DirectMap(), "ridge": trainer.ridge, "learned": trainer.load(arm, 0, 40).with_scale(0.75)}
+    maps = {
+        "direct": DirectMap(),
+        "ridge": trainer.ridge,
+        "learned": trainer.load(arm, 0, 40).with_scale(0.75),
+    }
     found = {name: summarise(scorer.table(cache_map)) for name, cache_map in maps.items()}
     assert found["learned"]["kl32"] < found["direct"]["kl32"] < found["ridge"]["kl32"], found
     assert found["learned"]["top1"] > found["ridge"]["top1"]

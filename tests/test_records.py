@@ -30,7 +30,11 @@ from kvlib.study.records import (
 )
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=12,
 )
@@ -44,7 +48,9 @@ def test_any_json_value_comes_back_and_hashes_alike(tmp_path_factory, value):
 
 
 def test_equal_values_have_one_spelling_and_nan_has_none():
-    assert canonical_json({"b": 1, "a": [1, 2]}) == canonical_json({"a": [1, 2], "b": 1}) == '{"a":[1,2],"b":1}'
+    assert (
+        canonical_json({"b": 1, "a": [1, 2]}) == canonical_json({"a": [1, 2], "b": 1}) == '{"a":[1,2],"b":1}'
+    )
     with pytest.raises(ValueError):
         canonical_json(math.nan)
 
@@ -52,7 +58,9 @@ def test_equal_values_have_one_spelling_and_nan_has_none():
 def test_tables_and_tensors_come_back(tmp_path):
     table = pd.DataFrame({"prompt": [0, 1], "kl32": [0.1, 0.2], "text": ["a", "b"]})
     pd.testing.assert_frame_equal(read_table(write_table(tmp_path / "t.parquet", table)), table)
-    tensors, metadata = read_tensors(write_tensors(tmp_path / "t.safetensors", {"x": torch.arange(3)}, {"who": "me"}))
+    tensors, metadata = read_tensors(
+        write_tensors(tmp_path / "t.safetensors", {"x": torch.arange(3)}, {"who": "me"})
+    )
     assert tensors["x"].tolist() == [0, 1, 2] and metadata == {"who": "me"}
 
 
@@ -85,7 +93,9 @@ def test_a_folder_that_cannot_be_is_one_sentence(tmp_path):
         pass
 
 
-@pytest.mark.parametrize(("read", "name"), [(read_json, "a.json"), (read_table, "a.parquet"), (read_tensors, "a.safetensors")])
+@pytest.mark.parametrize(
+    ("read", "name"), [(read_json, "a.json"), (read_table, "a.parquet"), (read_tensors, "a.safetensors")]
+)
 def test_missing_truncated_and_foreign_files_are_one_sentence(tmp_path, read, name):
     path = tmp_path / name
     with pytest.raises(KvlibError, match="is missing.*run that stage first"):
@@ -111,7 +121,9 @@ def test_a_ledger_only_grows(tmp_path):
 def test_a_second_writer_is_refused_until_the_first_dies(tmp_path):
     script = "import sys, time; from kvlib.study.records import run_lock\nwith run_lock(sys.argv[1]):\n print('in', flush=True); time.sleep(60)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment
+    )
     assert process.stdout.readline() == b"in\n"
     with pytest.raises(KvlibError, match="in use by another process"), run_lock(tmp_path):
         pass

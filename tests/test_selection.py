@@ -13,7 +13,9 @@ SCREENING = load_profile("laptop").screening
 
 def test_the_screen_has_twenty_different_arms():
     arms = all_arms(SCREENING)
-    assert len(arms) == 20 == len({arm.id for arm in arms}) == len({tuple(arm.record().items()) for arm in arms})
+    assert (
+        len(arms) == 20 == len({arm.id for arm in arms}) == len({tuple(arm.record().items()) for arm in arms})
+    )
     assert sum(arm.base == "direct" for arm in arms) == 10
     assert {arm.rank for arm in arms} == {4, 8, 16, 32} and len({arm.learning_rate for arm in arms}) == 3
 
@@ -43,7 +45,13 @@ def arm(name, kl32, parameters=10, status="finished"):
 
 
 def test_arms_are_ranked_by_kl_then_size_then_id():
-    arms = [arm("c", 0.2), arm("b", 0.1, 20), arm("a", 0.1, 20), arm("z", 0.1, 5), arm("broken", None, status="not_finite")]
+    arms = [
+        arm("c", 0.2),
+        arm("b", 0.1, 20),
+        arm("a", 0.1, 20),
+        arm("z", 0.1, 5),
+        arm("broken", None, status="not_finite"),
+    ]
     assert rank_arms(arms) == ["z", "a", "b", "c"]
 
 
@@ -60,7 +68,13 @@ def cell(name, step, scale, kl32):
 
 
 def test_ties_of_the_grid_go_to_the_earlier_checkpoint_and_the_smaller_scale():
-    grid = [cell("a", 100, 0.5, 0.1), cell("a", 50, 1.0, 0.1), cell("a", 50, 0.75, 0.1), cell("b", 50, 1.0, 0.3), cell("b", 100, 1.0, 0.2)]
+    grid = [
+        cell("a", 100, 0.5, 0.1),
+        cell("a", 50, 1.0, 0.1),
+        cell("a", 50, 0.75, 0.1),
+        cell("b", 50, 1.0, 0.3),
+        cell("b", 100, 1.0, 0.2),
+    ]
     best = choose_settings(grid)
     assert (best["a"]["checkpoint_step"], best["a"]["scale"]) == (50, 0.75)
     assert best["b"]["checkpoint_step"] == 100
@@ -70,7 +84,10 @@ def test_ties_of_the_grid_go_to_the_earlier_checkpoint_and_the_smaller_scale():
 
 
 def confirmed(name, values, parameters=10):
-    runs = [{"seed": seed, "kl32": value, "status": "finished" if value is not None else "not_finite"} for seed, value in values.items()]
+    runs = [
+        {"seed": seed, "kl32": value, "status": "finished" if value is not None else "not_finite"}
+        for seed, value in values.items()
+    ]
     return {"id": name, "parameters": parameters, "runs": runs}
 
 

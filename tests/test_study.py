@@ -26,7 +26,18 @@ for stage in (run_pair, run_screening, run_confirmation, run_frozen_evaluation):
     stage(run)
     print(stage.__name__, flush=True)
 """
-TIMES = {"created", "duration_s", "seconds", "peak_bytes", "opened", "written", "manifest_hash", "frozen", "hash", "environment"}
+TIMES = {
+    "created",
+    "duration_s",
+    "seconds",
+    "peak_bytes",
+    "opened",
+    "written",
+    "manifest_hash",
+    "frozen",
+    "hash",
+    "environment",
+}
 
 
 def start(folder: Path) -> subprocess.Popen:
@@ -34,7 +45,9 @@ def start(folder: Path) -> subprocess.Popen:
     root = Path(__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     with open(folder / "said.txt", "a") as said:
-        return subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder)], env=environment, stdout=said, stderr=said)
+        return subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(folder)], env=environment, stdout=said, stderr=said
+        )
 
 
 def without_times(value):
@@ -78,10 +91,19 @@ def test_killed_again_and_again_it_ends_with_the_same_records(whole, tmp_path):
     for stage in ("pair", "screening", "confirmation", "frozen_evaluation"):
         ours, theirs = (read_json(place / "smoke" / stage / "summary.json") for place in (tmp_path, whole))
         assert without_times(ours) == without_times(theirs)
-    for table in ("screening/validation", "screening/curves", "frozen_evaluation/steps", "frozen_evaluation/prompts"):
-        pd.testing.assert_frame_equal(*(read_table(place / "smoke" / f"{table}.parquet") for place in (tmp_path, whole)))
+    for table in (
+        "screening/validation",
+        "screening/curves",
+        "frozen_evaluation/steps",
+        "frozen_evaluation/prompts",
+    ):
+        pd.testing.assert_frame_equal(
+            *(read_table(place / "smoke" / f"{table}.parquet") for place in (tmp_path, whole))
+        )
     for weights in ("learned", "ridge"):
-        ours, theirs = ((place / f"smoke/confirmation/{weights}.safetensors").read_bytes() for place in (tmp_path, whole))
+        ours, theirs = (
+            (place / f"smoke/confirmation/{weights}.safetensors").read_bytes() for place in (tmp_path, whole)
+        )
         assert ours == theirs
     assert len(openings(open_run("smoke", results=tmp_path))) == 1
 
@@ -91,27 +113,38 @@ def test_every_stage_is_found_finished_and_nothing_is_trained_twice(run, monkeyp
     before = {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file() and p.name != ".lock"}
     for stage in (run_pair, run_screening, run_confirmation, run_frozen_evaluation):
         stage(run)
-    assert before == {p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert before == {
+        p: p.stat().st_mtime_ns for p in run.folder.rglob("*") if p.is_file() and p.name != ".lock"
+    }
     (run.stage("screening") / "summary.json").unlink()
     assert len(run_screening(run)["arms"]) == 20  # rebuilt from the arms' own records
 
 
 def test_the_study_has_the_designs_shape(whole):
     run = open_run("smoke", results=whole)
-    screening, confirmation = (read_json(run.stage(s) / "summary.json") for s in ("screening", "confirmation"))
-    assert len(screening["arms"]) == 20 and len(screening["selected"]) == 6 and len(screening["finalists"]) == 2
+    screening, confirmation = (
+        read_json(run.stage(s) / "summary.json") for s in ("screening", "confirmation")
+    )
+    assert (
+        len(screening["arms"]) == 20 and len(screening["selected"]) == 6 and len(screening["finalists"]) == 2
+    )
     settings = run.profile.screening
     assert len(screening["grid"]) == 6 * len(settings.checkpoints) * len(settings.scales)
     assert [len(arm["runs"]) for arm in confirmation["arms"]] == [3, 3]
     final = read_json(run.stage("frozen_evaluation") / "summary.json")
     assert final["frozen"] == confirmation["manifest_hash"] and final["opened"] == 1
-    steps, prompts = (read_table(run.stage("frozen_evaluation") / f"{name}.parquet") for name in ("steps", "prompts"))
+    steps, prompts = (
+        read_table(run.stage("frozen_evaluation") / f"{name}.parquet") for name in ("steps", "prompts")
+    )
     count, forced = run.profile.partitions.final.items, run.profile.prompt.forced_steps
     assert len(steps) == 2 * 4 * count * forced and len(prompts) == 2 * 4 * count
     for forcing in ("oracle", "text"):
         found = final["forcing"][forcing]
         assert set(found["paths"]) == {"native", "direct", "ridge", "learned"}
-        assert found["paths"]["native"]["kl32"]["mean"] == pytest.approx(0, abs=1e-6) and found["paths"]["native"]["top1"] == 1
+        assert (
+            found["paths"]["native"]["kl32"]["mean"] == pytest.approx(0, abs=1e-6)
+            and found["paths"]["native"]["top1"] == 1
+        )
         rows = steps[(steps["forcing"] == forcing) & (steps["path"] == "learned")]
         assert found["paths"]["learned"]["kl32"]["mean"] == pytest.approx(rows["kl"].mean(), rel=1e-6)
 
@@ -147,9 +180,17 @@ def append_byte(path):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda run: edit_json(run.stage("confirmation") / "manifest.json", lambda m: m.update(rule="the luckiest seed")), "was edited"),
+        (
+            lambda run: edit_json(
+                run.stage("confirmation") / "manifest.json", lambda m: m.update(rule="the luckiest seed")
+            ),
+            "was edited",
+        ),
         (edit_prompts, "the final prompts"),
-        (lambda run: append_byte(run.stage("confirmation") / "learned.safetensors"), "the learned map's weights"),
+        (
+            lambda run: append_byte(run.stage("confirmation") / "learned.safetensors"),
+            "the learned map's weights",
+        ),
         (lambda run: append_byte(run.stage("confirmation") / "ridge.safetensors"), "the ridge map's weights"),
         (lambda run: append_byte(run.stage("pair") / "source" / "model.safetensors"), "the models' weights"),
     ],
@@ -179,7 +220,9 @@ def test_edited_article_text_is_named(run):
     from kvlib.study.corpus import Article, load_articles, save_articles
 
     articles = load_articles(run.stage("pair") / "articles")
-    save_articles([Article(a.title, a.text.replace("the", "teh")) for a in articles], run.stage("pair") / "articles")
+    save_articles(
+        [Article(a.title, a.text.replace("the", "teh")) for a in articles], run.stage("pair") / "articles"
+    )
     with pytest.raises(KvlibError, match="has hash"):
         run_frozen_evaluation(run)
 
@@ -188,13 +231,18 @@ def test_a_second_opening_is_recorded(run):
     shutil.rmtree(next(run.stage("frozen_evaluation").glob("work-*")))
     (run.stage("frozen_evaluation") / "summary.json").unlink()
     assert run_frozen_evaluation(run)["opened"] == 2
-    assert [line["manifest"] for line in openings(run)] == [read_json(run.stage("confirmation") / "manifest.json")["hash"]] * 2
+    assert [line["manifest"] for line in openings(run)] == [
+        read_json(run.stage("confirmation") / "manifest.json")["hash"]
+    ] * 2
 
 
 def test_a_missing_stage_says_what_to_run(tmp_path):
     run = open_run("smoke", "fresh", results=tmp_path)
     for stage in (run_screening, run_confirmation, run_frozen_evaluation):
-        with pytest.raises(KvlibError, match=r"has not been run: run `python -m kvlib run 0\d_\w+ --profile smoke --run fresh` first"):
+        with pytest.raises(
+            KvlibError,
+            match=r"has not been run: run `python -m kvlib run 0\d_\w+ --profile smoke --run fresh` first",
+        ):
             stage(run)
 
 
@@ -202,7 +250,10 @@ def test_parameters_stay_with_a_run_and_arms_of_other_settings_are_kept(run):
     folders = {p.name for p in (run.stage("screening") / "arms").iterdir()}
     results = run.folder.parent
     changed = open_run("smoke", results=results, **{"training.steps": 14, "screening.arms": None})
-    assert changed.profile.training.steps == 14 and open_run("smoke", results=results).profile.training.steps == 14
+    assert (
+        changed.profile.training.steps == 14
+        and open_run("smoke", results=results).profile.training.steps == 14
+    )
     assert changed.finished("screening") is None and changed.finished("pair") is not None
     with pytest.raises(KvlibError, match="screening, which was made with other settings"):
         run_confirmation(changed)
@@ -236,7 +287,9 @@ def test_a_diverging_arm_is_recorded_and_the_screen_goes_on(tmp_path, monkeypatc
     run_pair(run)
     arms = run_screening(run)["arms"]
     failed = [arm for arm in arms if arm["status"] == "not_finite"]
-    assert len(failed) == 2 and all(arm["learning_rate"] == 0.01 and "at step 3" in arm["reason"] for arm in failed)
+    assert len(failed) == 2 and all(
+        arm["learning_rate"] == 0.01 and "at step 3" in arm["reason"] for arm in failed
+    )
     assert all(arm["kl32"] is None and arm["order"] is None for arm in failed) and len(arms) == 20
     json.dumps(arms, allow_nan=False)
 

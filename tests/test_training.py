@@ -13,8 +13,8 @@ from kvlib.cache import Geometry
 from kvlib.divergence import path_divergence, text_reference
 from kvlib.maps.residual import WEIGHTS
 from kvlib.pair import rotary_of
-from kvlib.study.store import WindowStore
 from kvlib.study.progress import Progress
+from kvlib.study.store import WindowStore
 from kvlib.training import HeadKL, forced_kl, kv_mse, train
 
 STEPS = 4
@@ -32,7 +32,9 @@ def models():
 def store(models, tmp_path_factory):
     target, source = models
     folder = tmp_path_factory.mktemp("windows")
-    windows = WindowStore(folder, tokens(6, 40), Geometry.of(target), target.config.hidden_size, torch.float32)
+    windows = WindowStore(
+        folder, tokens(6, 40), Geometry.of(target), target.config.hidden_size, torch.float32
+    )
     return windows.fill(source, target, Progress("test", 6), 1)
 
 
@@ -46,12 +48,16 @@ def test_the_loss_is_the_divergence_that_is_measured(models, store, residual, fe
     cache_map = random_residual(residual, features)
     cuts = [9, 17, 30]
     batch = store.batch([0, 3, 5], cuts, STEPS, with_target=False)
-    loss = forced_kl(target, cache_map, batch, head_of(target), rotary_of(target) if cache_map.needs_rotary else None)
+    loss = forced_kl(
+        target, cache_map, batch, head_of(target), rotary_of(target) if cache_map.needs_rotary else None
+    )
     each = []
     for row, cut in zip((0, 3, 5), cuts):
         window = store.windows[row : row + 1]
         reference = text_reference(target, window[:, :cut], window[:, cut : cut + STEPS])
-        each.append(path_divergence(target, prefill(source, window[:, : cut - 1]), cache_map, reference).kl.mean())
+        each.append(
+            path_divergence(target, prefill(source, window[:, : cut - 1]), cache_map, reference).kl.mean()
+        )
     assert float(loss) == pytest.approx(float(torch.stack(each).mean()), rel=1e-3)
 
 
@@ -65,17 +71,29 @@ def test_the_heads_gradient_is_autograds():
     wanted = (p.exp() * (p - q)).sum(-1).mean()
     loss.backward()
     wanted.backward()
-    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5) and torch.allclose(ours.grad, theirs.grad, atol=1e-6)
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5) and torch.allclose(
+        ours.grad, theirs.grad, atol=1e-6
+    )
 
 
 def run(target, store, initial, **changes):
-    settings = {"steps": 6, "warmup_steps": 2, "learning_rate": 0.02, "head_weight": head_of(target), **changes}
-    batches = lambda number, warm: store.batch([number % 6, (number + 3) % 6], [12, 25], STEPS, with_target=warm)  # noqa: E731
+    settings = {
+        "steps": 6,
+        "warmup_steps": 2,
+        "learning_rate": 0.02,
+        "head_weight": head_of(target),
+        **changes,
+    }
+    batches = lambda number, warm: store.batch(
+        [number % 6, (number + 3) % 6], [12, 25], STEPS, with_target=warm
+    )  # noqa: E731
     return list(train(target, initial, batches, **settings))
 
 
 def fresh(store, **changes):
-    return ResidualMap.initial(*store.source_scale(), 16, 4, generator=torch.Generator().manual_seed(1), **changes)
+    return ResidualMap.initial(
+        *store.source_scale(), 16, 4, generator=torch.Generator().manual_seed(1), **changes
+    )
 
 
 def test_training_lowers_the_loss_and_touches_the_map_only(models, store):
@@ -102,7 +120,8 @@ def test_micro_batches_give_the_whole_batchs_result(models, store):
     target, _ = models
     for warmup_steps in (0, 1):
         whole, parts = (
-            run(target, store, fresh(store), steps=2, warmup_steps=warmup_steps, micro_batch=size)[-1] for size in (None, 1)
+            run(target, store, fresh(store), steps=2, warmup_steps=warmup_steps, micro_batch=size)[-1]
+            for size in (None, 1)
         )
         assert parts.loss == pytest.approx(whole.loss, rel=1e-4)
         # Adam's first steps are the gradient's sign: entries whose gradient is rounding noise are left out.
@@ -119,7 +138,9 @@ def test_the_same_seed_gives_the_same_bytes(models, store):
 
 def test_a_loss_that_is_not_finite_ends_training(models, store):
     target, _ = models
-    poisoned = replace(fresh(store), value_right=torch.full((3, 2, 4, 16), 3e38), value_left=torch.full((3, 2, 16, 4), 3e38))
+    poisoned = replace(
+        fresh(store), value_right=torch.full((3, 2, 4, 16), 3e38), value_left=torch.full((3, 2, 16, 4), 3e38)
+    )
     steps = run(target, store, poisoned, steps=50, warmup_steps=0)
     assert len(steps) == 1 and not math.isfinite(steps[0].loss)
 

@@ -19,7 +19,7 @@ def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     model = LlamaForCausalLM(LlamaConfig(**settings)).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
+        for _name, weight in sorted(model.named_parameters()):
             if weight.ndim > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
     return model.eval().requires_grad_(False)

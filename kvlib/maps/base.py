@@ -70,15 +70,21 @@ class CacheMap(ABC):
 
     def to(self, *args, **kwargs) -> "CacheMap":
         """A copy with every tensor through `Tensor.to`."""
-        return type(self).restore(self.settings(), {n: t.to(*args, **kwargs) for n, t in self.tensors().items()})
+        return type(self).restore(
+            self.settings(), {n: t.to(*args, **kwargs) for n, t in self.tensors().items()}
+        )
 
     def check_fits(self, geometry: Geometry) -> None:
         """Raises KvlibError unless the map was made for this many layers, KV heads and dimensions."""
         if self.geometry is not None and self.geometry != geometry:
-            raise KvlibError(f"the {self.kind} map is for {self.geometry}, the cache is {geometry}: use a map fitted on this pair")
+            raise KvlibError(
+                f"the {self.kind} map is for {self.geometry}, the cache is {geometry}: use a map fitted on this pair"
+            )
         for name, tensor in self.tensors().items():
             if not torch.isfinite(tensor).all():
-                raise KvlibError(f"tensor {name} of the {self.kind} map holds NaN or infinity: fit or train the map again")
+                raise KvlibError(
+                    f"tensor {name} of the {self.kind} map holds NaN or infinity: fit or train the map again"
+                )
 
     @torch.no_grad()
     def materialise(self, prefix: PrefixCache, rotary=None) -> PrefixCache:
@@ -156,7 +162,9 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
             metadata = json.loads((file.metadata() or {}).get("kvlib", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise KvlibError(f"{path} given, expected a map written by kvlib: it cannot be read ({error})") from error
+        raise KvlibError(
+            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
+        ) from error
     if metadata.get("format") != FORMAT or metadata.get("kind") not in kinds:
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
     if pair is not None and metadata["pair"] != pair:
@@ -167,7 +175,9 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     try:
         return kinds[metadata["kind"]].restore(metadata["settings"], tensors)
     except (KeyError, TypeError) as error:
-        raise KvlibError(f"{path} lacks a part of a {metadata['kind']} map ({error}): write it again") from error
+        raise KvlibError(
+            f"{path} lacks a part of a {metadata['kind']} map ({error}): write it again"
+        ) from error
 
 
 def map_provenance(path: Path) -> dict:

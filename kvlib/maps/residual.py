@@ -50,14 +50,25 @@ class ResidualMap(CacheMap):
 
     @classmethod
     def initial(
-        cls, key_scale, value_scale, head_dim: int, rank: int, *, residual="linear", features="own", base=None, generator
+        cls,
+        key_scale,
+        value_scale,
+        head_dim: int,
+        rank: int,
+        *,
+        residual="linear",
+        features="own",
+        base=None,
+        generator,
     ) -> "ResidualMap":
         """A random, B zero: the untrained map is its base. `generator` is a CPU torch.Generator."""
         layers, heads = key_scale.shape
         if not 1 <= rank <= head_dim:
             raise KvlibError(f"rank {rank} given, expected 1 to head_dim = {head_dim}")
         if residual not in RESIDUALS or features not in FEATURES:
-            raise KvlibError(f"residual {residual!r} with features {features!r} given, expected one of {RESIDUALS} and {FEATURES}")
+            raise KvlibError(
+                f"residual {residual!r} with features {features!r} given, expected one of {RESIDUALS} and {FEATURES}"
+            )
         width = head_dim * (2 if residual == "quadratic" else 1)
         lefts = [torch.randn(layers, heads, width, rank, generator=generator) / width**0.5 for _ in range(2)]
         rights = [torch.zeros(layers, heads, rank, head_dim) for _ in range(2)]
@@ -117,19 +128,25 @@ class ResidualMap(CacheMap):
         delta_keys = (self._features(x, key_scale) @ self.key_left[layer]) @ self.key_right[layer]
         if stripped:
             delta_keys = rotate(delta_keys, cos, sin)
-        delta_values = (self._features(values, value_scale) @ self.value_left[layer]) @ self.value_right[layer]
-        return new_keys + self.scale * key_scale * delta_keys, new_values + self.scale * value_scale * delta_values
+        delta_values = (self._features(values, value_scale) @ self.value_left[layer]) @ self.value_right[
+            layer
+        ]
+        return (
+            new_keys + self.scale * key_scale * delta_keys,
+            new_values + self.scale * value_scale * delta_values,
+        )
 
     def _features(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(B, H, T, D) -> (B, H, T, F)."""
-        if self.features == "rms":
-            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12)
-        else:
-            x = x / scale
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
         return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
     def tensors(self):
-        own = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), torch.Tensor)}
+        own = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), torch.Tensor)
+        }
         if self.base is not None:
             own |= {f"base.{name}": tensor for name, tensor in self.base.tensors().items()}
         return own

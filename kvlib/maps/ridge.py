@@ -39,7 +39,9 @@ class RidgeMap(CacheMap):
 
     def correct(self, layer, keys, values, rotary=None):
         key_map, value_map = self.affine(layer)
-        return key_map.forward(keys.to(self.key_weight.dtype)), value_map.forward(values.to(self.value_weight.dtype))
+        return key_map.forward(keys.to(self.key_weight.dtype)), value_map.forward(
+            values.to(self.value_weight.dtype)
+        )
 
     def tensors(self):
         names = ("key_weight", "key_bias", "value_weight", "value_bias")
@@ -63,7 +65,10 @@ class RidgeAccumulator:
         self.geometry, self.count = geometry, 0
         size = (2, geometry.layers, geometry.heads, geometry.head_dim)  # 2: keys, values
         self.shift_x = self.shift_y = None
-        self.sum_x, self.sum_y = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+        self.sum_x, self.sum_y = (
+            torch.zeros(size, dtype=torch.float64),
+            torch.zeros(size, dtype=torch.float64),
+        )
         self.gram = torch.zeros(*size, geometry.head_dim, dtype=torch.float64)
         self.cross = torch.zeros_like(self.gram)
         self.square_y = torch.zeros(size, dtype=torch.float64)
@@ -71,7 +76,11 @@ class RidgeAccumulator:
     @torch.no_grad()
     def add(self, source: PrefixCache, target: PrefixCache) -> None:
         """Add one batch of the two models' caches over the same tokens."""
-        if source.geometry != self.geometry or target.geometry != self.geometry or source.tokens != target.tokens:
+        if (
+            source.geometry != self.geometry
+            or target.geometry != self.geometry
+            or source.tokens != target.tokens
+        ):
             raise KvlibError(
                 f"caches of {source.geometry}, {source.tokens} tokens and {target.geometry}, {target.tokens} tokens given, "
                 f"expected both {self.geometry} over the same tokens"
@@ -97,7 +106,9 @@ class RidgeAccumulator:
     def solve(self, penalty: float = 1e-3, dtype: torch.dtype = torch.float32) -> RidgeMap:
         """min |x W + c − y|² + λ |W|² with centred x and y, λ = penalty × the mean diagonal of the Gram matrix."""
         if self.count <= 1:
-            raise KvlibError(f"a ridge map was asked of {self.count} positions, expected many more than head_dim: add caches first")
+            raise KvlibError(
+                f"a ridge map was asked of {self.count} positions, expected many more than head_dim: add caches first"
+            )
         mean_x, mean_y = self.sum_x / self.count, self.sum_y / self.count
         gram = self.gram - self.count * mean_x.unsqueeze(-1) * mean_x.unsqueeze(-2)
         cross = self.cross - self.count * mean_x.unsqueeze(-1) * mean_y.unsqueeze(-2)

@@ -11,7 +11,7 @@ from kvlib.study.progress import Progress
 from kvlib.study.records import write_table
 from kvlib.study.run import Run
 from kvlib.study.scoring import summarise
-from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, scored_table, prepare
+from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, prepare, scored_table
 from kvlib.study.selection import freeze, mean_kl32, median_seed
 
 
@@ -22,7 +22,9 @@ def run_confirmation(run: Run) -> dict:
         return summary
     screening, started, profile = run.require("screening", "confirmation"), time.time(), run.profile
     settings = {entry["arm"]: entry for entry in screening["chosen"]}
-    arms = [arm for name in screening["finalists"] for arm in chosen_arms(profile.screening) if arm.id == name]
+    arms = [
+        arm for name in screening["finalists"] for arm in chosen_arms(profile.screening) if arm.id == name
+    ]
     seeds, prompts = profile.confirmation.seeds, profile.partitions.confirm_validate.items
     total = (
         profile.partitions.confirm_train.items * WINDOW_STEPS + prompts * (PROMPT_STEPS + 2 * SCORE_STEPS)
@@ -61,10 +63,22 @@ def run_confirmation(run: Run) -> dict:
     folder = run.stage("confirmation")
     frozen_map = trainer.load(arm, seed, record["checkpoint_step"]).with_scale(record["scale"])
     for file, cache_map in (("learned", frozen_map), ("ridge", trainer.ridge)):
-        save_map(cache_map, folder / f"{file}.safetensors", pair=trainer.pair, provenance={"arm": name, "seed": seed, "run": run.name})
-    write_table(folder / "validation.parquet", pd.concat([t.assign(arm=n) for n, t in tables.items()], ignore_index=True))
-    others = [entry["mean_kl32"] for entry in records if entry["id"] != name and entry["mean_kl32"] is not None]
-    why = f"mean KL32 {record['mean_kl32']:.5f} over {len(seeds)} seeds" + (f" against {others[0]:.5f}" if others else "")
+        save_map(
+            cache_map,
+            folder / f"{file}.safetensors",
+            pair=trainer.pair,
+            provenance={"arm": name, "seed": seed, "run": run.name},
+        )
+    write_table(
+        folder / "validation.parquet",
+        pd.concat([t.assign(arm=n) for n, t in tables.items()], ignore_index=True),
+    )
+    others = [
+        entry["mean_kl32"] for entry in records if entry["id"] != name and entry["mean_kl32"] is not None
+    ]
+    why = f"mean KL32 {record['mean_kl32']:.5f} over {len(seeds)} seeds" + (
+        f" against {others[0]:.5f}" if others else ""
+    )
     frozen = {
         "arm": name, "seed": seed, "checkpoint_step": record["checkpoint_step"], "scale": record["scale"],
         "parameters": record["parameters"], "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size,

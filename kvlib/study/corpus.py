@@ -15,12 +15,38 @@ from kvlib.errors import KvlibError
 from kvlib.study import wikitext
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
-NOUNS = (
-    "river stone harbour garden tower market bridge forest engine letter island window captain painter"
-).split()
-VERBS = "carries follows finds keeps leaves builds crosses watches paints sells repairs remembers".split()
-ADJECTIVES = "old quiet small bright narrow distant heavy young broken silver".split()
-PLACES = "valley coast capital village border station castle field".split()
+NOUNS = [
+    "river",
+    "stone",
+    "harbour",
+    "garden",
+    "tower",
+    "market",
+    "bridge",
+    "forest",
+    "engine",
+    "letter",
+    "island",
+    "window",
+    "captain",
+    "painter",
+]
+VERBS = [
+    "carries",
+    "follows",
+    "finds",
+    "keeps",
+    "leaves",
+    "builds",
+    "crosses",
+    "watches",
+    "paints",
+    "sells",
+    "repairs",
+    "remembers",
+]
+ADJECTIVES = ["old", "quiet", "small", "bright", "narrow", "distant", "heavy", "young", "broken", "silver"]
+PLACES = ["valley", "coast", "capital", "village", "border", "station", "castle", "field"]
 FAVOURITES = 5  # nouns that an article speaks about: what came before helps to say what comes next
 SENTENCES_PER_PARAGRAPH = 4
 

@@ -72,7 +72,8 @@ def time_left(state: dict) -> str:
     left = seconds_left(state)
     if left is None or state["done"] >= state["total"]:
         return ""
-    return f"about {duration(max(left - (time.time() - state['updated']), 0))} left"
+    left -= time.time() - state["updated"]  # a unit that takes longer than the others leaves nothing to say
+    return f"about {duration(left)} left" if left > 0 else ""
 
 
 def duration(seconds: float) -> str:

@@ -7,9 +7,10 @@ import torch
 
 from kvlib.divergence import Divergence, divergence, path_divergence
 from kvlib.maps import DirectMap, load_map
+from kvlib.study.describing import commit
 from kvlib.study.freezing import check_manifest, openings, record_opening
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
-from kvlib.study.pairing import commit, load_partitions
+from kvlib.study.pairing import load_partitions
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_table, write_table
 from kvlib.study.run import Run
@@ -31,7 +32,9 @@ def run_frozen_evaluation(run: Run) -> dict:
     manifest = check_manifest(run)
     folder, tokenizer = run.stage("frozen_evaluation"), load_pair_tokenizer(run)
     settings, count = profile.evaluation, profile.partitions.final.items
-    progress = Progress("frozen_evaluation", count * (PREFILL_UNITS + PATH_UNITS * len(PATHS) * len(settings.forcings)))
+    progress = Progress(
+        "frozen_evaluation", count * (PREFILL_UNITS + PATH_UNITS * len(PATHS) * len(settings.forcings))
+    )
     work = folder / f"work-{hash_json([manifest['hash'], settings.model_dump(mode='json')])[:10]}"
     if not work.exists() or not openings(run):
         record_opening(run, manifest["hash"])
@@ -41,7 +44,10 @@ def run_frozen_evaluation(run: Run) -> dict:
     target = load_pair_model(run, "target")
     store = PromptStore(work, tokens, profile.prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
     store.fill(load_pair_model(run, "source"), target, progress, PREFILL_UNITS)
-    maps = {name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=pair_fingerprint(pair)) for name in ("ridge", "learned")}
+    maps = {
+        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=pair_fingerprint(pair))
+        for name in ("ridge", "learned")
+    }
     maps["direct"] = DirectMap()
 
     tables = []
@@ -52,7 +58,9 @@ def run_frozen_evaluation(run: Run) -> dict:
             progress.skip(units)
         else:
             write_table(path, evaluate_batch(store, start, target, maps, tokenizer))
-            progress.advance(units, f"paths over prompt {min(start + settings.batch_prompts, count)} of {count}")
+            progress.advance(
+                units, f"paths over prompt {min(start + settings.batch_prompts, count)} of {count}"
+            )
         tables.append(read_table(path))
     steps = pd.concat(tables, ignore_index=True)
     prompts = prompt_table(steps, items, tokens[:, : profile.prompt.prefix_tokens], tokenizer)
@@ -61,13 +69,19 @@ def run_frozen_evaluation(run: Run) -> dict:
     return run.publish(
         "frozen_evaluation",
         {
-            "forcing": {forcing: summarise_forcing(prompts[prompts["forcing"] == forcing], profile.seed) for forcing in settings.forcings},
+            "forcing": {
+                forcing: summarise_forcing(prompts[prompts["forcing"] == forcing], profile.seed)
+                for forcing in settings.forcings
+            },
             "controls": {},
             "articles": int(prompts["article"].nunique()),
             "frozen": manifest["hash"],
             "opened": len(openings(run)),
             "commit": commit(),
-            "modes": {name: "in_place" if cache_map.why_not_affine else "absorbed" for name, cache_map in maps.items()},
+            "modes": {
+                name: "in_place" if cache_map.why_not_affine else "absorbed"
+                for name, cache_map in maps.items()
+            },
         },
         started,
     )
@@ -85,7 +99,9 @@ def evaluate_batch(store: PromptStore, start: int, target, maps: dict, tokenizer
                 found = divergence(logits, logits, reference.forced)
             else:
                 found = path_divergence(target, prefix, maps[name], reference)
-            frames.append(step_table(found, reference.forced, start, tokenizer).assign(forcing=forcing, path=name))
+            frames.append(
+                step_table(found, reference.forced, start, tokenizer).assign(forcing=forcing, path=name)
+            )
     return pd.concat(frames, ignore_index=True)
 
 
@@ -131,7 +147,9 @@ def summarise_forcing(prompts: pd.DataFrame, seed: int) -> dict:
             "prompts": len(kl),
         }
     comparisons = {
-        f"{name}-direct": paired((kl[name] - kl["direct"]).tolist(), clusters, baseline=kl["direct"].tolist(), seed=seed)
+        f"{name}-direct": paired(
+            (kl[name] - kl["direct"]).tolist(), clusters, baseline=kl["direct"].tolist(), seed=seed
+        )
         | {"top1_difference": float((top1[name] - top1["direct"]).mean())}
         for name in ("learned", "ridge")
     }

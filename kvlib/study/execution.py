@@ -24,11 +24,9 @@ from kvlib.study.parameters import check_parameters, read_script, script_paramet
 from kvlib.study.profile import DATA
 from kvlib.study.progress import VARIABLE, read_progress
 from kvlib.study.records import PARTIAL, hash_json, read_json, sha256_file, write_atomically, write_json
-from kvlib.study.run import NOTEBOOKS, STAGES
+from kvlib.study.run import NOTEBOOKS, ROOT, STAGES, home
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "notebooks"
-HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
 QUIET = {  # for kernels: progress bars flood a page, advice is not for readers
     "TQDM_DISABLE": "1",
@@ -52,10 +50,6 @@ class Executed:
     path: Path
     ran: bool
     seconds: float
-
-
-def home() -> Path:
-    return Path(os.environ.get(HOME_VARIABLE) or ROOT).resolve()
 
 
 def run_folder(run: str) -> Path:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvlib.errors import KvlibError
-from kvlib.study.pairing import commit, environment
+from kvlib.study.describing import commit, environment
 from kvlib.study.records import append_line, hash_json, read_json, read_lines, sha256_file, write_json
 from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
 from kvlib.study.selection import FREEZE_RULE
@@ -13,7 +13,9 @@ MAPS = ("learned", "ridge")
 
 def model_files(run: Run) -> dict[str, str]:
     """SHA-256 of every weight file of models that the run made itself, by its place in the run."""
-    paths = sorted(path for role in ("target", "source") for path in (run.stage("pair") / role).glob("*.safetensors"))
+    paths = sorted(
+        path for role in ("target", "source") for path in (run.stage("pair") / role).glob("*.safetensors")
+    )
     return {str(path.relative_to(run.folder)): sha256_file(path) for path in paths}
 
 
@@ -30,7 +32,8 @@ def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
         "pair": {role: pair[role]["fingerprint"] for role in ("source", "target")},
         "partitions": {name: record["hash"] for name, record in partitions["partitions"].items()},
         "final_prompts": [item["sha256"] for item in partitions["partitions"]["final"]["items"]],
-        "evaluation": run.profile.evaluation.model_dump(mode="json") | run.profile.prompt.model_dump(mode="json"),
+        "evaluation": run.profile.evaluation.model_dump(mode="json")
+        | run.profile.prompt.model_dump(mode="json"),
         "profile": hash_json(run.profile.model_dump(mode="json", exclude={"latency"})),
         "kvlib": code_hash(),
         "packages": environment()["packages"],
@@ -47,13 +50,19 @@ def check_manifest(run: Run) -> dict:
     Raises: KvlibError that names what is missing or differs.
     """
     path = run.stage("confirmation") / "manifest.json"
-    again = f"run `python -m kvlib run {NOTEBOOKS['confirmation']} --profile {run.profile.name} --run {run.name}`"
+    again = (
+        f"run `python -m kvlib run {NOTEBOOKS['confirmation']} --profile {run.profile.name} --run {run.name}`"
+    )
     if not path.exists():
-        raise KvlibError(f"the frozen manifest {path} is missing, and the final prompts are opened only with it: {again} first")
+        raise KvlibError(
+            f"the frozen manifest {path} is missing, and the final prompts are opened only with it: {again} first"
+        )
     manifest = read_json(path)
     stated = manifest.pop("hash", None)
     if hash_json(manifest) != stated:
-        raise KvlibError(f"the frozen manifest {path} was edited: its content does not match its own hash; restore it")
+        raise KvlibError(
+            f"the frozen manifest {path} was edited: its content does not match its own hash; restore it"
+        )
     summary = run.require("confirmation", "frozen_evaluation")
     if summary["manifest_hash"] != stated:
         raise KvlibError(
@@ -62,15 +71,27 @@ def check_manifest(run: Run) -> dict:
     partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
     found = {
         "the decision rule": (FREEZE_RULE, manifest["rule"]),
-        "the profile": (hash_json(run.profile.model_dump(mode="json", exclude={"latency"})), manifest["profile"]),
+        "the profile": (
+            hash_json(run.profile.model_dump(mode="json", exclude={"latency"})),
+            manifest["profile"],
+        ),
         "kvlib's code": (code_hash(), manifest["kvlib"]),
-        "the partitions": ({name: record["hash"] for name, record in partitions.items()}, manifest["partitions"]),
-        "the final prompts": ([item["sha256"] for item in partitions["final"]["items"]], manifest["final_prompts"]),
+        "the partitions": (
+            {name: record["hash"] for name, record in partitions.items()},
+            manifest["partitions"],
+        ),
+        "the final prompts": (
+            [item["sha256"] for item in partitions["final"]["items"]],
+            manifest["final_prompts"],
+        ),
         "the models' weights": (model_files(run), manifest["models"]),
     }
     for name in MAPS:
         file = run.stage("confirmation") / f"{name}.safetensors"
-        found[f"the {name} map's weights"] = (sha256_file(file) if file.exists() else "missing", manifest["weights"][name])
+        found[f"the {name} map's weights"] = (
+            sha256_file(file) if file.exists() else "missing",
+            manifest["weights"][name],
+        )
     for what, (now_there, frozen) in found.items():
         if now_there != frozen:
             raise KvlibError(
@@ -96,4 +117,6 @@ def openings(run: Run) -> list[dict]:
 
 def record_opening(run: Run, manifest_hash: str) -> None:
     """Append one opening. A killed stage that goes on under the same manifest and settings is the same opening."""
-    append_line(ledger(run), {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()})
+    append_line(
+        ledger(run), {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()}
+    )

@@ -6,8 +6,9 @@ import torch
 
 from kvlib.latency import memory_bandwidth_gb_s
 from kvlib.maps import load_map
+from kvlib.study.describing import environment
 from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
-from kvlib.study.pairing import environment, load_partitions
+from kvlib.study.pairing import load_partitions
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
 from kvlib.study.run import Run

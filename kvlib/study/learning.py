@@ -71,14 +71,22 @@ class Trainer:
             micro_batch=settings.micro_batch,
         ):  # fmt: skip
             if not math.isfinite(step.loss):
-                status, reason = "not_finite", f"the {step.phase} loss became {step.loss} at step {step.number}"
+                status, reason = (
+                    "not_finite",
+                    f"the {step.phase} loss became {step.loss} at step {step.number}",
+                )
                 break
-            rows.append({"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss})
+            rows.append(
+                {"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss}
+            )
             if step.number in keep:
                 save_map(step.map, self.checkpoint(arm, seed, step.number), pair=self.pair,
                          provenance={"arm": arm.record(), "seed": seed, "step": step.number, "stage_key": self.key})  # fmt: skip
             progress.advance(1, f"{note}, step {step.number} of {steps}")
-        write_table(self.place(arm, seed) / "curve.parquet", pd.DataFrame(rows, columns=["arm", "seed", "step", "phase", "loss"]))
+        write_table(
+            self.place(arm, seed) / "curve.parquet",
+            pd.DataFrame(rows, columns=["arm", "seed", "step", "phase", "loss"]),
+        )
         tail = [row["loss"] for row in rows[-10:] if row["phase"] == "kl"]
         record = {
             "status": status, "reason": reason, "parameters": initial.parameters,

@@ -54,7 +54,9 @@ def load_gguf(path: Path):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise KvlibError(f"{path} given, expected a GGUF file of a Llama: {first_line(error)}; fetch it again") from error
+        raise KvlibError(
+            f"{path} given, expected a GGUF file of a Llama: {first_line(error)}; fetch it again"
+        ) from error
     # A GGUF model refuses save_pretrained until its quantisation record is cleared.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -73,7 +75,7 @@ def random_llama(wanted: RandomModel, vocabulary: int, seed: int, tokenizer) -> 
     model = LlamaForCausalLM(config).float()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
+        for _name, weight in sorted(model.named_parameters()):
             if weight.ndim > 1:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * wanted.spread)
     return model.eval().requires_grad_(False)
@@ -90,6 +92,8 @@ def save_folder(folder: Path, model, tokenizer) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(temporary, folder)
     except OSError as error:
-        raise KvlibError(f"{folder} could not be written ({error}), expected room for a model: free some space and run again") from error
+        raise KvlibError(
+            f"{folder} could not be written ({error}), expected room for a model: free some space and run again"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

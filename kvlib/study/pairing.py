@@ -1,24 +1,18 @@
 """Stage 00: the text, its partitions, the two models, and the gate they must pass."""
 
-import importlib.metadata
 import os
-import platform
 import resource
-import subprocess
 import time
 from pathlib import Path
 
 import pandas as pd
 import torch
 
-from kvlib.cache import Geometry, prefill
-from kvlib.divergence import text_reference
+from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
-from kvlib.handoff import handoff
-from kvlib.maps import DirectMap
-from kvlib.pair import check_compatible, fingerprint
+from kvlib.pair import check_compatible
 from kvlib.pruning import prune_width
-from kvlib.study.assets import fetch, load_assets
+from kvlib.study.assets import fetch
 from kvlib.study.corpus import (
     Article,
     build_word_tokenizer,
@@ -27,6 +21,8 @@ from kvlib.study.corpus import (
     read_wikipedia_dump,
     save_articles,
 )
+from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
+from kvlib.study.gate import gate, held_out_nll
 from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
@@ -34,9 +30,6 @@ from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCor
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, write_json, write_table
 from kvlib.study.run import Run, training_dtype
-
-PACKAGES = ("torch", "transformers", "numpy", "scipy", "pandas", "datasets", "safetensors", "papermill", "plotly", "jupyter-book")
-MODES = ("materialised", "in_place", "absorbed")
 
 
 def run_pair(run: Run) -> dict:
@@ -62,11 +55,17 @@ def run_pair(run: Run) -> dict:
     check_lengths(run, target)
     progress.advance(4, "models loaded and compared")
     tokens = partitions.tokens("screen_validate", tokenizer)
-    gates = [gate(target, tokens, count, profile.evaluation.gate_tolerance) for count in profile.evaluation.gate_prefix_tokens]
+    gates = [
+        gate(target, tokens, count, profile.evaluation.gate_tolerance)
+        for count in profile.evaluation.gate_prefix_tokens
+    ]
     worst = max(gates, key=lambda g: max(g["max_abs_difference"].values()))
     losses = {role: held_out_nll(model, tokens) for role, model in (("target", target), ("source", source))}
     progress.advance(16, "gate and losses measured")
-    described = {role: describe_model(model, display_name(run, role)) for role, model in (("target", target), ("source", source))}
+    described = {
+        role: describe_model(model, display_name(run, role))
+        for role, model in (("target", target), ("source", source))
+    }
     summary = {
         **described,
         "pruning": pruning,
@@ -134,7 +133,9 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
 
 def load_partitions(run: Run) -> Partitions:
     """The run's partitions, every hash checked against the manifest and the articles."""
-    return Partitions.from_manifest(read_json(run.stage("pair") / "partitions.json"), load_articles(run.stage("pair") / "articles"))
+    return Partitions.from_manifest(
+        read_json(run.stage("pair") / "partitions.json"), load_articles(run.stage("pair") / "articles")
+    )
 
 
 def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress, units: float) -> dict | None:
@@ -155,9 +156,21 @@ def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress,
     def advance(done: int, total: int) -> None:
         progress.advance(before + units * done / total - progress.done, f"pruning, pass {done} of {total}")
 
-    model, report = prune_width(target, windows, wanted.hidden_size, wanted.intermediate_size, penalty=wanted.penalty, progress=advance)
+    model, report = prune_width(
+        target,
+        windows,
+        wanted.hidden_size,
+        wanted.intermediate_size,
+        penalty=wanted.penalty,
+        progress=advance,
+    )
     layers = [
-        {"layer": entry.layer, "residual_error": entry.residual_error, "mlp_energy_kept": entry.mlp_energy_kept} for entry in report.layers
+        {
+            "layer": entry.layer,
+            "residual_error": entry.residual_error,
+            "mlp_energy_kept": entry.mlp_energy_kept,
+        }
+        for entry in report.layers
     ]
     write_table(run.stage("pair") / "layers.parquet", pd.DataFrame(layers))
     record = {
@@ -177,143 +190,18 @@ def check_lengths(run: Run, target) -> None:
     """Raises KvlibError when the profile asks for more positions or a higher rank than the pair has."""
     profile, limit = run.profile, target.config.max_position_embeddings
     asked = {
-        "prompt.prefix_tokens + prompt.forced_steps": profile.prompt.prefix_tokens + profile.prompt.forced_steps,
+        "prompt.prefix_tokens + prompt.forced_steps": profile.prompt.prefix_tokens
+        + profile.prompt.forced_steps,
         "partitions.window_tokens": profile.partitions.window_tokens,
         "the longest of latency.prefix_tokens": max(profile.latency.prefix_tokens),
     }
     for what, count in asked.items():
         if count > limit:
-            raise KvlibError(f"{what} is {count}, the model has {limit} positions: lower it to {limit} at most")
+            raise KvlibError(
+                f"{what} is {count}, the model has {limit} positions: lower it to {limit} at most"
+            )
     head_dim = Geometry.of(target).head_dim
     if max(profile.screening.ranks) > head_dim:
-        raise KvlibError(f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}")
-
-
-@torch.no_grad()
-def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) -> dict:
-    """The target's own cache, taken out and put back through every handoff mode, against native's logits.
-
-    The last prefix token is held back and read with the rest of the prompt, as every path does.
-    """
-    prompts = prompts[:4]
-    prefix_tokens = min(prefix_tokens, prompts.shape[1] - 1)
-    head, tail = prompts[:, :prefix_tokens], prompts[:, prefix_tokens:]
-    reference = text_reference(target, head, tail)
-    native = target.get_output_embeddings()(reference.hidden)
-    own = prefill(target, head[:, :-1])
-    differences = {}
-    for mode in MODES:
-        with handoff(target, own.clone(), DirectMap(), mode) as active:
-            differences[mode] = float((active.logits(reference.inputs) - native).abs().max())
-    record = {
-        "prefix_tokens": prefix_tokens,
-        "max_abs_difference": differences,
-        "logit_scale": float(native.abs().max()),
-        "tolerance": tolerance,
-        "passed": max(differences.values()) <= tolerance,
-    }
-    if not record["passed"]:
         raise KvlibError(
-            f"the gate failed: the target's own cache handed back over {prefix_tokens} tokens moves its logits by "
-            f"{max(differences.values()):.3g}, expected at most {tolerance:g}; no figure of this pair would mean anything: "
-            "check dtype and attention of the target"
+            f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"
         )
-    return record
-
-
-@torch.no_grad()
-def held_out_nll(model, prompts: torch.Tensor) -> float:
-    """Mean negative log-likelihood in nats per token, the first token of each prompt left out."""
-    total = 0.0
-    for start in range(0, len(prompts), 4):
-        part = prompts[start : start + 4]
-        reference = text_reference(model, part[:, :1], part[:, 1:])
-        logits = model.get_output_embeddings()(reference.hidden).float()
-        total += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum"))
-    return total / prompts[:, 1:].numel()
-
-
-def display_name(run: Run, role: str) -> str:
-    """What a reader knows the model by."""
-    wanted = getattr(run.profile.pair, role)
-    if isinstance(wanted, HubModel):
-        return Path(wanted.id).name
-    if isinstance(wanted, PrunedModel):
-        return f"{display_name(run, 'target')} pruned to {wanted.hidden_size} x {wanted.intermediate_size}"
-    if isinstance(wanted, RandomModel):
-        return "tiny random Llama"
-    return Path(load_assets()[wanted.asset].file).stem
-
-
-def describe_model(model, name: str) -> dict:
-    config, geometry = model.config, Geometry.of(model)
-    parameters = sum(p.numel() for p in model.parameters())
-    outside = {id(p): p.numel() for part in (model.get_input_embeddings(), model.get_output_embeddings()) for p in part.parameters()}
-    return {
-        "name": name,
-        "fingerprint": fingerprint(model),
-        "layers": geometry.layers,
-        "query_heads": config.num_attention_heads,
-        "kv_heads": geometry.heads,
-        "head_dim": geometry.head_dim,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-        "max_positions": config.max_position_embeddings,
-        "parameters": parameters,
-        "body_parameters": parameters - sum(outside.values()),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-    }
-
-
-def describe_corpus(run: Run, articles: list[Article]) -> dict:
-    corpus = run.profile.corpus
-    if isinstance(corpus, WikipediaCorpus):
-        asset = load_assets()[corpus.asset]
-        name, source, licence = corpus.asset, asset.source, asset.licence
-    else:
-        name, source, licence = "generated", "sentences of a small grammar, drawn from the seed", "none needed"
-    return {
-        "name": name, "source": source, "licence": licence,
-        "articles": len(articles), "characters": sum(len(a.text) for a in articles),
-    }  # fmt: skip
-
-
-def environment() -> dict:
-    """What ran this, for the colophon."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "platform": platform.platform(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gb": round(memory, 1),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "commit": commit(),
-        "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
-    }
-
-
-def processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "+changes" when the working tree differs; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
-    try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=20)
-        state = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("+changes" if state.stdout.strip() else "")

@@ -170,7 +170,9 @@ class Profile(Strict):
             )
         late = [c for c in self.screening.checkpoints if c > self.training.steps]
         if late:
-            raise ValueError(f"screening.checkpoints holds {late[0]}, expected at most training.steps = {self.training.steps}")
+            raise ValueError(
+                f"screening.checkpoints holds {late[0]}, expected at most training.steps = {self.training.steps}"
+            )
         if self.screening.warmup_steps >= self.training.steps:
             raise ValueError(
                 f"screening.warmup_steps is {self.screening.warmup_steps}, expected less than training.steps = {self.training.steps}"
@@ -185,18 +187,27 @@ class Profile(Strict):
             )
         for name in ("screen_validate", "confirm_validate", "final"):
             if getattr(self.partitions, name).items < 2:
-                raise ValueError(f"partitions.{name}.items is 1, expected at least 2: a standard error needs two prompts")
+                raise ValueError(
+                    f"partitions.{name}.items is 1, expected at least 2: a standard error needs two prompts"
+                )
         lengths = self.latency.prefix_tokens
         if sorted(set(lengths)) != lengths:
-            raise ValueError(f"latency.prefix_tokens is {lengths}, expected different lengths, shortest first")
+            raise ValueError(
+                f"latency.prefix_tokens is {lengths}, expected different lengths, shortest first"
+            )
         for name in ("warmups", "repetitions", "cold_repetitions"):
             if len(getattr(self.latency, name)) != len(lengths):
                 raise ValueError(
                     f"latency.{name} has {len(getattr(self.latency, name))} entries, expected {len(lengths)}, one for each of "
                     "latency.prefix_tokens"
                 )
-        if isinstance(self.pair.target, RandomModel) and max(self.screening.ranks) > self.pair.target.head_dim:
-            raise ValueError(f"screening.ranks holds {max(self.screening.ranks)}, expected at most head_dim = {self.pair.target.head_dim}")
+        if (
+            isinstance(self.pair.target, RandomModel)
+            and max(self.screening.ranks) > self.pair.target.head_dim
+        ):
+            raise ValueError(
+                f"screening.ranks holds {max(self.screening.ranks)}, expected at most head_dim = {self.pair.target.head_dim}"
+            )
         return self
 
 
@@ -216,11 +227,17 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
-        raise KvlibError(f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file") from error
+        raise KvlibError(
+            f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
+        ) from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise KvlibError(f"profile {path} is no readable YAML: {str(error).splitlines()[0]}; compare it with data/profiles") from error
+        raise KvlibError(
+            f"profile {path} is no readable YAML: {str(error).splitlines()[0]}; compare it with data/profiles"
+        ) from error
     if not isinstance(values, dict):
-        raise KvlibError(f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles")
+        raise KvlibError(
+            f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles"
+        )
     for key, value in (overrides or {}).items():
         *parents, last = key.split(".")
         place = values
@@ -236,7 +253,11 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
 def describe_error(error: ValidationError) -> str:
     """The first finding of a validation, as one sentence."""
     found = error.errors()[0]
-    key = ".".join(str(part) for part in found["loc"] if part not in ("gguf", "random", "hub", "pruned", "wikipedia", "generated"))
+    key = ".".join(
+        str(part)
+        for part in found["loc"]
+        if part not in ("gguf", "random", "hub", "pruned", "wikipedia", "generated")
+    )
     if found["type"] == "extra_forbidden":
         return f"unknown key {key!r} given, expected only the keys of the profiles in data/profiles: correct or remove it"
     if found["type"] == "missing":

@@ -66,7 +66,9 @@ def read_json(path: Path):
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError as error:
-        raise KvlibError(f"{path} is missing, expected a record of an earlier stage: run that stage first") from error
+        raise KvlibError(
+            f"{path} is missing, expected a record of an earlier stage: run that stage first"
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise KvlibError(f"{path} is no valid JSON ({error}): delete it and run its stage again") from error
 
@@ -79,9 +81,13 @@ def read_table(path: Path) -> pd.DataFrame:
     try:
         return pd.read_parquet(path)
     except FileNotFoundError as error:
-        raise KvlibError(f"{path} is missing, expected a table of an earlier stage: run that stage first") from error
+        raise KvlibError(
+            f"{path} is missing, expected a table of an earlier stage: run that stage first"
+        ) from error
     except Exception as error:  # pyarrow raises many kinds
-        raise KvlibError(f"{path} is no valid parquet table ({error}): delete it and run its stage again") from error
+        raise KvlibError(
+            f"{path} is no valid parquet table ({error}): delete it and run its stage again"
+        ) from error
 
 
 def write_tensors(path: Path, tensors: dict, metadata: dict[str, str] | None = None) -> Path:
@@ -95,9 +101,13 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except FileNotFoundError as error:
-        raise KvlibError(f"{path} is missing, expected tensors of an earlier stage: run that stage first") from error
+        raise KvlibError(
+            f"{path} is missing, expected tensors of an earlier stage: run that stage first"
+        ) from error
     except (SafetensorError, OSError) as error:
-        raise KvlibError(f"{path} is no valid safetensors file ({error}): delete it and run its stage again") from error
+        raise KvlibError(
+            f"{path} is no valid safetensors file ({error}): delete it and run its stage again"
+        ) from error
 
 
 def append_line(path: Path, value) -> None:
@@ -127,9 +137,13 @@ def run_lock(folder: Path) -> Iterator[None]:
         lock = FileLock(folder / ".lock")
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise KvlibError(f"run folder {folder} is in use by another process: wait for it to end, or choose another run name") from error
+        raise KvlibError(
+            f"run folder {folder} is in use by another process: wait for it to end, or choose another run name"
+        ) from error
     except OSError as error:
-        raise KvlibError(f"run folder {folder} cannot be used ({error.strerror or error}): choose a writable folder") from error
+        raise KvlibError(
+            f"run folder {folder} cannot be used ({error.strerror or error}): choose a writable folder"
+        ) from error
     try:
         yield
     finally:

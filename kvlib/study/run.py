@@ -2,7 +2,7 @@
 
 import datetime
 import hashlib
-import logging
+import os
 import time
 from pathlib import Path
 
@@ -13,19 +13,35 @@ from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import hash_json, read_json, write_json
 
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
-NOTEBOOKS = dict(zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency")))
+NOTEBOOKS = dict(
+    zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
+)
 FORMAT = 1  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
 DEPENDS = {
-    "pair": ("seed", "pair", "corpus", "partitions", "prompt", "evaluation.gate_tolerance", "evaluation.gate_prefix_tokens"),
+    "pair": (
+        "seed",
+        "pair",
+        "corpus",
+        "partitions",
+        "prompt",
+        "evaluation.gate_tolerance",
+        "evaluation.gate_prefix_tokens",
+    ),
     "screening": ("training", "screening"),
     "confirmation": ("confirmation",),
     "frozen_evaluation": ("evaluation",),
     "latency": ("latency",),
 }
 
-log = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parents[2]
+HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
+
+
+def home() -> Path:
+    """The folder that relative `results` folders lie in, wherever a notebook was started."""
+    return Path(os.environ.get(HOME_VARIABLE) or ROOT).resolve()
 
 
 class Run:
@@ -35,7 +51,14 @@ class Run:
         self.profile, self.name, self.folder, self.overrides = profile, name, folder, overrides
 
     @classmethod
-    def open(cls, profile: str, name: str | None = None, *, results: str | Path = "results", overrides: dict | None = None) -> "Run":
+    def open(
+        cls,
+        profile: str,
+        name: str | None = None,
+        *,
+        results: str | Path = "results",
+        overrides: dict | None = None,
+    ) -> "Run":
         """Open or begin a run.
 
         Args:
@@ -48,13 +71,15 @@ class Run:
         name = name or base.name
         if not name or name != Path(name).name or name.startswith("."):
             raise KvlibError(f"run name {name!r} given, expected a plain folder name such as {base.name!r}")
-        folder = Path(results) / name
+        folder = home() / results / name  # an absolute `results` stays as it is
         record_path = folder / "run.json"
         remembered: dict = {}
         if record_path.exists():
             record = read_json(record_path)
             if record.get("format") != FORMAT:
-                raise KvlibError(f"{folder} has format {record.get('format')}, this kvlib writes {FORMAT}: choose another run name")
+                raise KvlibError(
+                    f"{folder} has format {record.get('format')}, this kvlib writes {FORMAT}: choose another run name"
+                )
             if record.get("profile") != base.name:
                 raise KvlibError(
                     f"{folder} is a run of profile {record.get('profile')!r}, profile {base.name!r} was given: choose another run name"
@@ -64,7 +89,9 @@ class Run:
         merged = {**remembered, **given}
         effective = load_profile(profile, merged)
         if not record_path.exists() or merged != remembered:
-            write_json(record_path, {"format": FORMAT, "profile": base.name, "overrides": merged, "created": now()})
+            write_json(
+                record_path, {"format": FORMAT, "profile": base.name, "overrides": merged, "created": now()}
+            )
         return cls(effective, name, folder, merged)
 
     def stage(self, stage: str) -> Path:
@@ -117,7 +144,10 @@ class Run:
     def add_time(self, stage: str, started: float) -> float:
         """Remember the time spent so far on a stage, so that a killed stage's duration is still whole."""
         present = time.time()
-        write_json(self.stage(stage) / "spent.json", {"key": self.key(stage), "seconds": self._spent(stage) + present - started})
+        write_json(
+            self.stage(stage) / "spent.json",
+            {"key": self.key(stage), "seconds": self._spent(stage) + present - started},
+        )
         return present
 
     def _spent(self, stage: str) -> float:

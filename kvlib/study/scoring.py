@@ -18,11 +18,16 @@ class Scorer:
 
     def __init__(self, store: PromptStore, target, forcing: str = "oracle"):
         self.target = target
-        self.batches = [(prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)]
+        self.batches = [
+            (prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)
+        ]
 
     def divergence(self, cache_map: CacheMap) -> Divergence:
         """Over all prompts, (N, S)."""
-        parts = [path_divergence(self.target, prefix, cache_map, reference, check=False) for prefix, reference in self.batches]
+        parts = [
+            path_divergence(self.target, prefix, cache_map, reference, check=False)
+            for prefix, reference in self.batches
+        ]
         return Divergence.cat(parts)
 
     def table(self, cache_map: CacheMap) -> pd.DataFrame:
@@ -40,4 +45,9 @@ class Scorer:
 def summarise(table: pd.DataFrame) -> dict:
     """kl32, se, median_kl32 and top1 over prompts."""
     kl = describe(table["kl32"])
-    return {"kl32": kl["mean"], "se": kl["se"], "median_kl32": kl["median"], "top1": float(np.mean(table["top1"]))}
+    return {
+        "kl32": kl["mean"],
+        "se": kl["se"],
+        "median_kl32": kl["median"],
+        "top1": float(np.mean(table["top1"])),
+    }

@@ -27,7 +27,9 @@ WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
 
 def pair_fingerprint(summary: dict) -> str:
     """The pair's hash from the two models' in the pair stage's summary; equals `ModelPair.fingerprint`."""
-    return hashlib.sha256((summary["source"]["fingerprint"] + summary["target"]["fingerprint"]).encode()).hexdigest()
+    return hashlib.sha256(
+        (summary["source"]["fingerprint"] + summary["target"]["fingerprint"]).encode()
+    ).hexdigest()
 
 
 def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Trainer, Scorer]:
@@ -39,9 +41,19 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
     prompts = partitions.tokens(f"{stage}_validate", tokenizer)
     target = load_pair_model(run, "target")
     geometry, cache_dtype = Geometry.of(target), getattr(torch, profile.training.cache_dtype)
-    data_key = hash_json([run.key("pair"), str(dtype), str(cache_dtype), profile.screening.ridge_penalty])[:10]
-    store = WindowStore(folder / f"windows-{data_key}", windows, geometry, target.config.hidden_size, cache_dtype)
-    validation = PromptStore(folder / f"prompts-{data_key}", prompts, profile.prompt.prefix_tokens, ["oracle"], profile.evaluation.batch_prompts)
+    data_key = hash_json([run.key("pair"), str(dtype), str(cache_dtype), profile.screening.ridge_penalty])[
+        :10
+    ]
+    store = WindowStore(
+        folder / f"windows-{data_key}", windows, geometry, target.config.hidden_size, cache_dtype
+    )
+    validation = PromptStore(
+        folder / f"prompts-{data_key}",
+        prompts,
+        profile.prompt.prefix_tokens,
+        ["oracle"],
+        profile.evaluation.batch_prompts,
+    )
     source = load_pair_model(run, "source")
     _check_fingerprints(pair, target, source)
     validation.fill(source, target, progress, PROMPT_STEPS)
@@ -49,7 +61,9 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
     store.fill(source.to(dtype), training_target, progress, WINDOW_STEPS)
     del source
     fingerprint_of_pair = pair_fingerprint(pair)
-    ridge = _ridge(folder / f"ridge-{data_key}.safetensors", store, profile.screening.ridge_penalty, fingerprint_of_pair)
+    ridge = _ridge(
+        folder / f"ridge-{data_key}.safetensors", store, profile.screening.ridge_penalty, fingerprint_of_pair
+    )
     trainer = Trainer(
         profile, store, training_target, target.get_output_embeddings().weight.detach().float(), ridge, store.source_scale(),
         fingerprint_of_pair, folder / "arms",
@@ -69,7 +83,12 @@ def _check_fingerprints(pair: dict, target, source) -> None:
 
 def _ridge(path, store: WindowStore, penalty: float, pair: str) -> RidgeMap:
     if not path.exists():
-        save_map(store.fit_ridge(penalty), path, pair=pair, provenance={"penalty": penalty, "windows": len(store.windows)})
+        save_map(
+            store.fit_ridge(penalty),
+            path,
+            pair=pair,
+            provenance={"penalty": penalty, "windows": len(store.windows)},
+        )
     return load_map(path, pair=pair)
 
 
@@ -122,10 +141,15 @@ def run_screening(run: Run) -> dict:
     chosen = finalists(best, parameters, min(len(best), settings.select))
     folder = run.stage("screening")
     write_table(folder / "curves.parquet", pd.concat(curves, ignore_index=True))
-    write_table(folder / "validation.parquet", pd.concat([t.assign(arm=name) for name, t in tables.items()], ignore_index=True))
+    write_table(
+        folder / "validation.parquet",
+        pd.concat([t.assign(arm=name) for name, t in tables.items()], ignore_index=True),
+    )
     present = {arm.id for arm in arms}
     axes = {
-        axis.removesuffix("_steps"): {base: [a.id for a in members if a.id in present] for base, members in by_base.items()}
+        axis.removesuffix("_steps"): {
+            base: [a.id for a in members if a.id in present] for base, members in by_base.items()
+        }
         for axis, by_base in slices(settings).items()
     }
     return run.publish(

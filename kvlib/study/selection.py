@@ -19,7 +19,9 @@ def rank_arms(arms: list[dict]) -> list[str]:
     """
     _check_complete(arms, "id")
     finished = [arm for arm in arms if arm["status"] == "finished"]
-    return [arm["id"] for arm in sorted(finished, key=lambda arm: (arm["kl32"], arm["parameters"], arm["id"]))]
+    return [
+        arm["id"] for arm in sorted(finished, key=lambda arm: (arm["kl32"], arm["parameters"], arm["id"]))
+    ]
 
 
 def choose_settings(grid: list[dict]) -> dict[str, dict]:
@@ -57,7 +59,9 @@ def freeze(arms: list[dict]) -> tuple[str, int]:
     _check_complete(arms, "id")
     whole = [arm for arm in arms if arm["runs"] and all(run["status"] == "finished" for run in arm["runs"])]
     if not whole:
-        raise KvlibError("no confirmed arm finished every seed, expected at least one: lower the learning rates and screen again")
+        raise KvlibError(
+            "no confirmed arm finished every seed, expected at least one: lower the learning rates and screen again"
+        )
     best = min(whole, key=lambda arm: (mean_kl32(arm), arm["parameters"], arm["id"]))
     return best["id"], median_seed(best["runs"])
 
@@ -78,7 +82,9 @@ def _check_complete(records: list[dict], key: str) -> None:
     names = [record[key] for record in records]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise KvlibError(f"arm {twice[0]} has more than one record, expected one: delete the stage's folder and run it again")
+        raise KvlibError(
+            f"arm {twice[0]} has more than one record, expected one: delete the stage's folder and run it again"
+        )
     for record in records:
         if record.get("status") == "finished":
             _check_number(record["kl32"], record[key])
@@ -86,4 +92,6 @@ def _check_complete(records: list[dict], key: str) -> None:
 
 def _check_number(value, owner) -> None:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise KvlibError(f"the record of {owner} has KL32 {value!r}, expected a finite number: delete it and run it again")
+        raise KvlibError(
+            f"the record of {owner} has KL32 {value!r}, expected a finite number: delete it and run it again"
+        )

@@ -16,7 +16,7 @@ from kvlib.errors import KvlibError
 
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 9999
-PAIRED_FIELDS = tuple("mean se ci95 bca95 wins losses ties prompts wilcoxon_p sign_p".split())
+PAIRED_FIELDS = ("mean", "se", "ci95", "bca95", "wins", "losses", "ties", "prompts", "wilcoxon_p", "sign_p")
 
 
 def describe(values: Sequence[float]) -> dict:

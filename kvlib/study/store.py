@@ -25,7 +25,9 @@ class WindowStore:
     `windows.json` says how many windows are whole: a killed run goes on from there.
     """
 
-    def __init__(self, folder: Path, windows: torch.Tensor, geometry: Geometry, hidden_size: int, dtype: torch.dtype):
+    def __init__(
+        self, folder: Path, windows: torch.Tensor, geometry: Geometry, hidden_size: int, dtype: torch.dtype
+    ):
         self.folder, self.windows, self.geometry, self.dtype = Path(folder), windows, geometry, dtype
         count, tokens = windows.shape
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +82,9 @@ class WindowStore:
                 held.flush()
             write_json(self.folder / "windows.json", {"complete": part.stop})
             self.release()
-            progress.advance((part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}")
+            progress.advance(
+                (part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}"
+            )
         return self
 
     @staticmethod
@@ -132,7 +136,9 @@ class WindowStore:
 class PromptStore:
     """Prompts in batches, each with the source's cache, native's references and the tokens; one file per batch."""
 
-    def __init__(self, folder: Path, tokens: torch.Tensor, prefix_tokens: int, forcings: list[str], batch_prompts: int):
+    def __init__(
+        self, folder: Path, tokens: torch.Tensor, prefix_tokens: int, forcings: list[str], batch_prompts: int
+    ):
         self.folder, self.tokens, self.prefix_tokens = Path(folder), tokens, prefix_tokens
         self.forcings, self.batch_prompts = forcings, batch_prompts
 
@@ -156,10 +162,18 @@ class PromptStore:
             cache = prefill(source, head[:, :-1]).check_finite("the source")
             tensors = {"keys": torch.stack(cache.keys), "values": torch.stack(cache.values)}
             for forcing in self.forcings:
-                reference = oracle_reference(target, head, steps) if forcing == "oracle" else text_reference(target, head, tail)
-                tensors |= {f"{forcing}.{name}": getattr(reference, name) for name in ("inputs", "forced", "hidden")}
+                reference = (
+                    oracle_reference(target, head, steps)
+                    if forcing == "oracle"
+                    else text_reference(target, head, tail)
+                )
+                tensors |= {
+                    f"{forcing}.{name}": getattr(reference, name) for name in ("inputs", "forced", "hidden")
+                }
             write_tensors(self.path(start), tensors, {"prompts": json.dumps([start, start + len(prompts)])})
-            progress.advance(units, f"native and source over prompt {start + len(prompts)} of {len(self.tokens)}")
+            progress.advance(
+                units, f"native and source over prompt {start + len(prompts)} of {len(self.tokens)}"
+            )
         return self
 
     def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:

@@ -13,8 +13,28 @@ from mwparserfromhell.wikicode import Wikicode
 from kvlib.errors import KvlibError
 
 DROPPED_TAGS = frozenset(
-    "ref references table gallery math chem timeline score imagemap hiero syntaxhighlight source style "
-    "templatestyles graph mapframe section tr td th".split()
+    [
+        "ref",
+        "references",
+        "table",
+        "gallery",
+        "math",
+        "chem",
+        "timeline",
+        "score",
+        "imagemap",
+        "hiero",
+        "syntaxhighlight",
+        "source",
+        "style",
+        "templatestyles",
+        "graph",
+        "mapframe",
+        "section",
+        "tr",
+        "td",
+        "th",
+    ]
 )
 DROPPED_LINKS = re.compile(r"^\s*:?\s*(file|image|media|category|[a-z]{2,3}(-[a-z]+)*)\s*:", re.IGNORECASE)
 # References go before parsing: one that is not well formed makes the parser leave all around it as text.
