@@ -23,6 +23,7 @@ book: setup
 	@$(KVLIB) run --profile $(PROFILE) $(if $(RUN),--run $(RUN))
 
 test: setup-test
+	@$(KVLIB) fetch
 	@.venv/bin/python -m pytest
 
 notebooks: setup

@@ -15,7 +15,9 @@ for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "T
 ROOT = Path(__file__).resolve().parents[1]
 SAY_EVERY_S = 20
 # Seconds that the files with long tests take on two cores, for a first run; later ones remember.
-TYPICAL_S = {"test_browser.py": 200, "test_readme.py": 60, "test_cli.py": 60, "test_pruning.py": 20}
+TYPICAL_S = {
+    "test_browser.py": 150, "test_readme.py": 60, "test_cli.py": 60, "test_study.py": 50, "test_real_pair.py": 150,
+}  # fmt: skip
 OTHERWISE_S = 8
 
 
@@ -36,7 +38,7 @@ def smoke_run(tmp_path_factory, request) -> SmokeRun:
     lines = []
     terminal = request.config.pluginmanager.getplugin("capturemanager")
     with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "KVLIB_HOME": str(home)}, text=True,
+        command, cwd=ROOT, env={**os.environ, "KVLIB_HOME": str(home), "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         for line in process.stdout:  # two or three minutes: show that something happens
@@ -48,6 +50,18 @@ def smoke_run(tmp_path_factory, request) -> SmokeRun:
         pytest.fail(f"the smoke run ended with status {process.returncode}:\n{output}", pytrace=False)
     folder = home / "results" / "smoke"
     return SmokeRun(home, folder, folder / "book", output)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request):
+    """Tiny tensors are slower on several threads, much slower on a busy machine; `all_cores` tests take them all."""
+    import torch
+
+    before = torch.get_num_threads()
+    if request.node.get_closest_marker("all_cores") is None:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.hookimpl(trylast=True)

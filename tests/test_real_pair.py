@@ -7,6 +7,7 @@ import pytest
 
 from kvlib.maps import DirectMap
 from kvlib.study.arms import Arm
+from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
 from kvlib.study.scoring import summarise
 from kvlib.study.screening import prepare
@@ -32,6 +33,7 @@ def run(tmp_path_factory):
     return open_run("laptop", "real", results=tmp_path_factory.mktemp("results"), **SMALLER)
 
 
+@pytest.mark.all_cores
 def test_learned_beats_direct_beats_ridge(run):
     pair = run_pair(run)
     assert pair["gate"]["passed"] and pair["pruning"]["body_parameters_kept"] == pytest.approx(0.71, abs=0.02)
@@ -39,12 +41,12 @@ def test_learned_beats_direct_beats_ridge(run):
         pair["held_out_nll"]["target"] < pair["held_out_nll"]["source"] < pair["held_out_nll"]["target"] + 2
     )
     trainer, scorer = prepare(run, "screen", pair, Progress("test", 1))
-    arm = Arm("direct", "linear", "own", 8, 0.003, 5)
-    assert trainer.train(arm, 0, 40, Progress("test", 1), "test")["status"] == "finished"
+    task = Task(Arm("direct", "linear", "own", 8, 0.003, 5), seed=0, steps=40)
+    assert trainer.train(task, Progress("test", 1), "test")["status"] == "finished"
     maps = {
         "direct": DirectMap(),
         "ridge": trainer.ridge,
-        "learned": trainer.load(arm, 0, 40).with_scale(0.75),
+        "learned": trainer.load(task, 40).with_scale(0.75),
     }
     found = {name: summarise(scorer.table(cache_map)) for name, cache_map in maps.items()}
     assert found["learned"]["kl32"] < found["direct"]["kl32"] < found["ridge"]["kl32"], found

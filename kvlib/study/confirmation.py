@@ -7,6 +7,7 @@ import pandas as pd
 from kvlib.maps import DirectMap, save_map
 from kvlib.study.arms import chosen_arms
 from kvlib.study.freezing import freeze_manifest
+from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
 from kvlib.study.records import write_table
 from kvlib.study.run import Run
@@ -42,10 +43,11 @@ def run_confirmation(run: Run) -> dict:
         step, scale = settings[arm.id]["checkpoint_step"], settings[arm.id]["scale"]
         runs = []
         for seed in seeds:
-            trained = trainer.train(arm, seed, step, progress, f"{arm.id}, seed {seed}")
+            task = Task(arm, seed, step)
+            trained = trainer.train(task, progress, f"{arm.id}, seed {seed}")
             entry = {"seed": seed, "status": trained["status"], "kl32": None, "se": None, "top1": None}
             if trained["status"] == "finished":
-                table = scored_table(trainer, scorer, arm, seed, step, scale, progress, units)
+                table = scored_table(trainer, scorer, task, step, scale, progress, units)
                 tables[f"{arm.id} seed {seed}"] = table
                 entry |= summarise(table)
             runs.append(entry)
@@ -61,7 +63,9 @@ def run_confirmation(run: Run) -> dict:
     record = next(entry for entry in records if entry["id"] == name)
     arm = next(arm for arm in arms if arm.id == name)
     folder = run.stage("confirmation")
-    frozen_map = trainer.load(arm, seed, record["checkpoint_step"]).with_scale(record["scale"])
+    frozen_map = trainer.load(
+        Task(arm, seed, record["checkpoint_step"]), record["checkpoint_step"]
+    ).with_scale(record["scale"])
     for file, cache_map in (("learned", frozen_map), ("ridge", trainer.ridge)):
         save_map(
             cache_map,

@@ -19,6 +19,13 @@ def model_files(run: Run) -> dict[str, str]:
     return {str(path.relative_to(run.folder)): sha256_file(path) for path in paths}
 
 
+def profile_hash(run: Run) -> str:
+    """Of everything that the final evaluation depends on: not latency, nor how many prompts go through at a time."""
+    return hash_json(
+        run.profile.model_dump(mode="json", exclude={"latency": True, "evaluation": {"batch_prompts"}})
+    )
+
+
 def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
     """Write `confirmation/manifest.json`; returns (its hash, the learned map's SHA-256)."""
     folder, pair = run.stage("confirmation"), run.require("pair", "confirmation")
@@ -34,7 +41,7 @@ def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
         "final_prompts": [item["sha256"] for item in partitions["partitions"]["final"]["items"]],
         "evaluation": run.profile.evaluation.model_dump(mode="json")
         | run.profile.prompt.model_dump(mode="json"),
-        "profile": hash_json(run.profile.model_dump(mode="json", exclude={"latency"})),
+        "profile": profile_hash(run),
         "kvlib": code_hash(),
         "packages": environment()["packages"],
         "commit": commit(),
@@ -72,7 +79,7 @@ def check_manifest(run: Run) -> dict:
     found = {
         "the decision rule": (FREEZE_RULE, manifest["rule"]),
         "the profile": (
-            hash_json(run.profile.model_dump(mode="json", exclude={"latency"})),
+            profile_hash(run),
             manifest["profile"],
         ),
         "kvlib's code": (code_hash(), manifest["kvlib"]),

@@ -18,6 +18,15 @@ from kvlib.study.store import WindowStore
 from kvlib.training import train
 
 
+@dataclass(frozen=True)
+class Task:
+    """One training: an arm, a seed, and the step at which to stop (the schedule is the whole screen's)."""
+
+    arm: Arm
+    seed: int
+    steps: int
+
+
 @dataclass
 class Trainer:
     """What every arm of a stage shares. `target` is in the dtype that training computes in."""
@@ -32,41 +41,42 @@ class Trainer:
     folder: Path
     key: str  # of everything but the arm and the seed
 
-    def place(self, arm: Arm, seed: int) -> Path:
-        """The arm's folder; arms of other settings have others, so that nothing finished is overwritten."""
-        return self.folder / f"{arm.id}-seed{seed}-{hash_json([self.key, arm.record(), seed])[:10]}"
+    def place(self, task: Task) -> Path:
+        """The task's folder; tasks of other settings have others, so that nothing finished is overwritten."""
+        name = hash_json([self.key, task.arm.record(), task.seed, task.steps])[:10]
+        return self.folder / f"{task.arm.id}-seed{task.seed}-{name}"
 
-    def checkpoint(self, arm: Arm, seed: int, step: int) -> Path:
-        return self.place(arm, seed) / f"step-{step:05d}.safetensors"
+    def checkpoint(self, task: Task, step: int) -> Path:
+        return self.place(task) / f"step-{step:05d}.safetensors"
 
-    def load(self, arm: Arm, seed: int, step: int) -> ResidualMap:
-        return load_map(self.checkpoint(arm, seed, step), pair=self.pair)
+    def load(self, task: Task, step: int) -> ResidualMap:
+        return load_map(self.checkpoint(task, step), pair=self.pair)
 
-    def finished(self, arm: Arm, seed: int) -> dict | None:
-        path = self.place(arm, seed) / "trained.json"
+    def finished(self, task: Task) -> dict | None:
+        path = self.place(task) / "trained.json"
         return read_json(path) if path.exists() else None
 
-    def curve(self, arm: Arm, seed: int) -> pd.DataFrame:
-        return read_table(self.place(arm, seed) / "curve.parquet")
+    def curve(self, task: Task) -> pd.DataFrame:
+        return read_table(self.place(task) / "curve.parquet")
 
-    def train(self, arm: Arm, seed: int, steps: int, progress: Progress, note: str) -> dict:
+    def train(self, task: Task, progress: Progress, note: str) -> dict:
         """Train unless a record says it was done; the record is written last.
 
         Returns: {"status": "finished" | "not_finite", "reason", "parameters", "seconds", "train_loss_last"}.
         """
-        record = self.finished(arm, seed)
+        record = self.finished(task)
         if record is not None:
-            progress.skip(steps)
+            progress.skip(task.steps)
             return record
-        started, settings = time.time(), self.profile.training
+        started, settings, arm, seed = time.time(), self.profile.training, task.arm, task.seed
         initial = ResidualMap.initial(
             *self.scale, self.store.geometry.head_dim, arm.rank, residual=arm.residual, features=arm.features,
             base=self.ridge if arm.base == "ridge" else None, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
-        keep = {*self.profile.screening.checkpoints, steps}
+        keep = {*self.profile.screening.checkpoints, task.steps}
         rows, status, reason = [], "finished", None
         for step in train(
-            self.target, initial, lambda number, warm: self.batch(seed, number, warm), steps=steps,
+            self.target, initial, lambda number, warm: self.batch(seed, number, warm), steps=settings.steps,
             warmup_steps=arm.warmup_steps, learning_rate=arm.learning_rate, head_weight=self.head_weight,
             micro_batch=settings.micro_batch,
         ):  # fmt: skip
@@ -80,11 +90,13 @@ class Trainer:
                 {"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss}
             )
             if step.number in keep:
-                save_map(step.map, self.checkpoint(arm, seed, step.number), pair=self.pair,
+                save_map(step.map, self.checkpoint(task, step.number), pair=self.pair,
                          provenance={"arm": arm.record(), "seed": seed, "step": step.number, "stage_key": self.key})  # fmt: skip
-            progress.advance(1, f"{note}, step {step.number} of {steps}")
+            progress.advance(1, f"{note}, step {step.number} of {task.steps}")
+            if step.number == task.steps:
+                break
         write_table(
-            self.place(arm, seed) / "curve.parquet",
+            self.place(task) / "curve.parquet",
             pd.DataFrame(rows, columns=["arm", "seed", "step", "phase", "loss"]),
         )
         tail = [row["loss"] for row in rows[-10:] if row["phase"] == "kl"]
@@ -92,7 +104,7 @@ class Trainer:
             "status": status, "reason": reason, "parameters": initial.parameters,
             "seconds": round(time.time() - started, 1), "train_loss_last": sum(tail) / len(tail) if tail else None,
         }  # fmt: skip
-        write_json(self.place(arm, seed) / "trained.json", record)
+        write_json(self.place(task) / "trained.json", record)
         return record
 
     def batch(self, seed: int, number: int, warm: bool):

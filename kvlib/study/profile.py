@@ -177,6 +177,10 @@ class Profile(Strict):
             raise ValueError(
                 f"screening.warmup_steps is {self.screening.warmup_steps}, expected less than training.steps = {self.training.steps}"
             )
+        for name in ("learning_rates", "ranks", "scales", "checkpoints"):
+            values = getattr(self.screening, name)
+            if len(set(values)) != len(values):
+                raise ValueError(f"screening.{name} is {values}, expected different values")
         if self.screening.centre_rank not in self.screening.ranks:
             raise ValueError(
                 f"screening.centre_rank is {self.screening.centre_rank}, expected one of screening.ranks = {self.screening.ranks}"

@@ -11,7 +11,7 @@ from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms, slices
-from kvlib.study.learning import Trainer
+from kvlib.study.learning import Task, Trainer
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions
 from kvlib.study.progress import Progress
@@ -108,20 +108,20 @@ def run_screening(run: Run) -> dict:
     )  # fmt: skip
     progress = Progress("screening", total)
     trainer, scorer = prepare(run, "screen", pair, progress)
-    seed = profile.training.seed
     score_units = prompts * SCORE_STEPS
 
     tables = {}
     for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
         tables[name] = scorer.table(cache_map)
         progress.advance(score_units, f"{name} scored")
+    tasks = [Task(arm, profile.training.seed, steps) for arm in arms]
     records, curves = [], []
-    for number, arm in enumerate(arms, 1):
-        trained = trainer.train(arm, seed, steps, progress, f"arm {number} of {len(arms)}")
-        curves.append(trainer.curve(arm, seed))
+    for number, (arm, task) in enumerate(zip(arms, tasks), 1):
+        trained = trainer.train(task, progress, f"arm {number} of {len(arms)}")
+        curves.append(trainer.curve(task))
         record = {**arm.record(), **trained, "kl32": None, "se": None, "median_kl32": None, "top1": None}
         if trained["status"] == "finished":
-            tables[arm.id] = scored_table(trainer, scorer, arm, seed, steps, 1.0, progress, score_units)
+            tables[arm.id] = scored_table(trainer, scorer, task, steps, 1.0, progress, score_units)
             record |= summarise(tables[arm.id])
         records.append(record)
         started = run.add_time("screening", started)
@@ -130,11 +130,11 @@ def run_screening(run: Run) -> dict:
         record["order"] = order.index(record["id"]) + 1 if record["id"] in order else None
 
     selected = order[: settings.select]
-    by_id, grid = {arm.id: arm for arm in arms}, []
+    by_id, grid = {task.arm.id: task for task in tasks}, []
     for name in selected:
         for step in settings.checkpoints:
             for scale in settings.scales:
-                table = scored_table(trainer, scorer, by_id[name], seed, step, scale, progress, score_units)
+                table = scored_table(trainer, scorer, by_id[name], step, scale, progress, score_units)
                 grid.append({"arm": name, "checkpoint_step": step, "scale": scale, **summarise(table)})
     best = choose_settings(grid)
     parameters = {record["id"]: record["parameters"] for record in records}
@@ -173,13 +173,13 @@ def run_screening(run: Run) -> dict:
     )
 
 
-def scored_table(trainer: Trainer, scorer: Scorer, arm, seed, step, scale, progress, units) -> pd.DataFrame:
+def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, progress, units) -> pd.DataFrame:
     """The validation table of one checkpoint at one scale, from its record when there is one."""
-    path = trainer.place(arm, seed) / f"scored-{step:05d}-{scale:g}.json"
+    path = trainer.place(task) / f"scored-{step:05d}-{scale!r}.json"
     if path.exists():
         progress.skip(units)
         return pd.DataFrame(read_json(path))
-    table = scorer.table(trainer.load(arm, seed, step).with_scale(scale))
+    table = scorer.table(trainer.load(task, step).with_scale(scale))
     write_json(path, {name: table[name].tolist() for name in table})
-    progress.advance(units, f"scored {arm.id} at step {step}, scale {scale:g}")
+    progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")
     return table
