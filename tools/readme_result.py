@@ -1,6 +1,6 @@
 """Write a run's result into README.md: the table from its records, the picture from its book. Nothing is typed.
 
-.venv/bin/python tools/readme_result.py RUN_FOLDER    (needs the test requirements and Chromium)
+.venv/bin/python -m tools.readme_result RUN_FOLDER    (needs the test requirements and Chromium)
 """
 
 import re
@@ -40,7 +40,7 @@ def fill(text: str, name: str, content: str) -> str:
 def table(pair: dict, final: dict, latency: dict) -> str:
     """The four paths at the longest prefix, and one sentence on the paired difference."""
     paths, longest = final["forcing"][main_forcing(final)]["paths"], max(prefix_lengths(latency))
-    times, found = median_times(latency, longest), headline(final)
+    times, found = median_times(latency, longest), headline(final)["paired"]["learned-direct"]
     rows = [
         f"| path | KL32, lower is better | top-1 agreement | time to first token, {longest:,} tokens, cache resident |",
         "|---|---|---|---|",
