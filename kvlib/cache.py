@@ -26,6 +26,20 @@ class Geometry:
         return cls(config.num_hidden_layers, config.num_key_value_heads, head_dim)
 
 
+def name_or_type(model) -> str:
+    return model.config.name_or_path or f"a {model.config.model_type} model"
+
+
+def windowed_layers(model) -> str | None:
+    """What keeps a layer from attending to every position ("a sliding window", …); None when every layer does."""
+    config = model.config
+    kinds = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
+    if kinds:
+        return kinds[0]
+    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return "a sliding window" if sliding else None
+
+
 class PrefixCache:
     """Keys (after RoPE) and values of a prompt's first `T` positions.
 
@@ -52,14 +66,16 @@ class PrefixCache:
                         f"{name} layer {layer} of the cache is {tuple(tensor.shape)} {tensor.dtype}, expected "
                         f"{tuple(shape)} {dtype} like key layer 0, as (B, H, T, D): rebuild the cache from one prefill"
                     )
-        if shape[2] == 0:
+        if shape[2] == 0 or shape[0] == 0:
             raise KvlibError(
-                "the cache is empty (0 positions), expected at least 1: prefill a prompt of 2 tokens or more"
+                "the cache is empty (0 positions or prompts), expected at least 1: prefill a prompt of 2 tokens or more"
             )
-        if valid is not None and (valid.shape != (shape[0], shape[2]) or valid.dtype != torch.bool):
+        if valid is not None and (
+            valid.shape != (shape[0], shape[2]) or valid.dtype != torch.bool or not valid.any(-1).all()
+        ):
             raise KvlibError(
-                f"the cache's validity mask is {tuple(valid.shape)} {valid.dtype}, expected "
-                f"{(shape[0], shape[2])} torch.bool, one entry per prompt and position"
+                f"the cache's validity mask is {tuple(valid.shape)} {valid.dtype}, expected {(shape[0], shape[2])} torch.bool, one "
+                "entry per prompt and position and at least one valid position per prompt"
             )
         self.keys, self.values, self.valid = list(keys), list(values), valid
 
@@ -143,9 +159,14 @@ class PrefixCache:
         for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
             if getattr(given, field) != getattr(wanted, field):
                 raise KvlibError(
-                    f"{owner} has {getattr(given, field)} {what}, the model {model.config.name_or_path or model.config.model_type} "
+                    f"{owner} has {getattr(given, field)} {what}, the model {name_or_type(model)} "
                     f"has {getattr(wanted, field)}: hand over a cache of a model with the same layers, KV heads and head_dim"
                 )
+        if kind := windowed_layers(model):
+            raise KvlibError(
+                f"the model {name_or_type(model)} has layers with {kind}, expected full attention in every layer: "
+                "choose another model"
+            )
         dtype = next(model.parameters()).dtype
         if self.dtype != dtype:
             raise KvlibError(
@@ -271,6 +292,10 @@ def prefill(
         return_hidden: also return the final hidden states (B, T, C), the head's input.
     """
     check_prompt(model, input_ids)
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise KvlibError(
+            f"chunk_tokens is {chunk_tokens}, expected 1 or more, or None for the whole prompt at once"
+        )
     tokens = input_ids.shape[1]
     step = chunk_tokens or tokens
     cache, hidden = DynamicCache(), []
@@ -286,9 +311,9 @@ def prefill(
 
 def check_prompt(model, input_ids: torch.Tensor) -> None:
     """Raises KvlibError unless `input_ids` is (B, T) with ids in the vocabulary and T within the positions."""
-    if input_ids.ndim != 2 or input_ids.numel() == 0:
+    if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
         raise KvlibError(
-            f"token ids of shape {tuple(input_ids.shape)} given, expected (B, T) with at least one token"
+            f"token ids {tuple(input_ids.shape)} {input_ids.dtype} given, expected whole numbers (B, T), at least one token"
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and input_ids.shape[1] > limit:

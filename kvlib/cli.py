@@ -97,11 +97,15 @@ def run(
             f"-p results {texts['results']} given, expected runs in {short(execution.home() / 'results')}: "
             f"name another folder for them with the environment variable {execution.HOME_VARIABLE}"
         )
+    if profile == "":
+        raise KvlibError(
+            "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
+        )
     profile = profile or _profile_of(run) or "laptop"
     settings = load_profile(profile)
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
-    run = run or settings.name
+    run = settings.name if run is None else run
     folder = _run_folder(run)
     values = values_by_script(chosen, texts)
     started = time.monotonic()
@@ -180,12 +184,10 @@ def profiles() -> None:
 @app.command()
 def status(run: RunArgument) -> None:
     """Say which stages of a run are done, how long they took, and what is left."""
-    from kvlib.study.records import read_json
     from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
     folder = _existing_run(run)
-    settings = read_json(folder / "run.json")
-    opened = Run.open(settings["profile"], run, results=folder.parent)
+    opened = Run.open(_profile_of(run), run, results=folder.parent)
     rows = []
     for stage in STAGES:
         summary = opened.finished(stage)
@@ -202,11 +204,9 @@ def status(run: RunArgument) -> None:
             )
             took = ""
         rows.append((NOTEBOOKS[stage], state, took))
-    typer.echo(f"run {run} of profile {settings['profile']}, {_activity(run, folder)}")
-    if settings.get("overrides"):
-        typer.echo(
-            "parameters: " + ", ".join(f"{key} = {value}" for key, value in settings["overrides"].items())
-        )
+    typer.echo(f"run {run} of profile {opened.profile.name}, {_activity(run, folder)}")
+    if opened.overrides:
+        typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
     table(("notebook", "state", "took"), rows)
 
 
@@ -232,11 +232,16 @@ def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
 
 
 def _profile_of(run: str | None) -> str | None:
-    """The profile of a run that exists."""
-    from kvlib.study.records import read_json
+    """What a run that exists was made from: a profile's name, or a path to a YAML file."""
+    from kvlib.study.execution import home
+    from kvlib.study.records import read_record
 
-    path = _run_folder(run) / "run.json" if run else None
-    return read_json(path)["profile"] if path and path.exists() else None
+    path = _run_folder(run) / "run.json" if run is not None else None
+    if path is None or not path.exists():
+        return None
+    record = read_record(path, "profile")
+    source = record.get("source", record["profile"])
+    return str(home() / source) if source.endswith((".yaml", ".yml")) else source
 
 
 def _run_folder(run: str) -> Path:

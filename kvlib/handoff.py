@@ -37,6 +37,15 @@ def handoff(
     """
     if mode not in MODES:
         raise KvlibError(f"handoff mode {mode!r} given, expected one of {', '.join(MODES)}")
+    if not isinstance(prefix, PrefixCache):
+        raise KvlibError(
+            f"a {type(prefix).__name__} given as the prefix, expected a PrefixCache: make one with kvlib.prefill, or with "
+            "PrefixCache.from_dynamic"
+        )
+    if not isinstance(cache_map, CacheMap):
+        raise KvlibError(
+            f"a {type(cache_map).__name__} given as the map, expected a CacheMap: DirectMap(), or kvlib.load_map(file)"
+        )
     if check:
         prefix.check_fits(model).check_finite("the source")
         cache_map.check_fits(Geometry.of(model))
@@ -83,15 +92,25 @@ class Handoff:
     @property
     def seen(self) -> int:
         """Positions in the cache: the prefix and what was read since."""
-        return self.cache.get_seq_length()
+        return self.prefix.tokens if self.cache is None else self.cache.get_seq_length()
+
+    def _check_active(self) -> None:
+        if self._restore is None:
+            raise KvlibError("a handoff was used outside its `with` block: enter it first")
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read tokens (B, S): final hidden states (B, S, C)."""
-        if self._restore is None:
-            raise KvlibError("a handoff was used outside its `with` block: enter it first")
-        if tokens.ndim != 2 or tokens.shape[0] != self.prefix.batch:
+        self._check_active()
+        if tokens.ndim != 2 or tokens.shape[0] != self.prefix.batch or tokens.shape[1] == 0:
             raise KvlibError(
-                f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt"
+                f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt, S at least 1"
+            )
+        if tokens.is_floating_point():
+            raise KvlibError(f"tokens of {tokens.dtype} given, expected token ids: whole numbers")
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if limit is not None and self.seen + tokens.shape[1] > limit:
+            raise KvlibError(
+                f"{tokens.shape[1]} tokens given after {self.seen} positions, the model has {limit}: read fewer tokens"
             )
         new = self.seen - self.prefix.tokens
         offsets = torch.arange(tokens.shape[1], device=tokens.device) + new
@@ -110,6 +129,12 @@ class Handoff:
         Args:
             input_ids: the whole prompt (B, T + 1), the held-back last token included. kwargs: as for `generate`.
         """
+        self._check_active()
+        if self.seen != self.prefix.tokens:
+            raise KvlibError(
+                f"this handoff has read {self.seen - self.prefix.tokens} tokens already, expected none before `generate`: "
+                "begin a new handoff of the same prefix"
+            )
         if input_ids.shape != (self.prefix.batch, self.prefix.tokens + 1):
             raise KvlibError(
                 f"a prompt {tuple(input_ids.shape)} given, expected {(self.prefix.batch, self.prefix.tokens + 1)}: the cached "

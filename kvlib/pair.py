@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvlib.cache import Geometry
+from kvlib.cache import Geometry, name_or_type, windowed_layers
 from kvlib.errors import KvlibError
 
 ROTARY_TOLERANCE = 1e-5  # cos and sin of two float32 models that agree differ by rounding only
@@ -47,11 +47,17 @@ class ModelPair:
 def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
     """A causal language model in evaluation mode, frozen, with finite weights."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
+        model, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise KvlibError(
             f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}"
         ) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise KvlibError(
+            f"the weight files of {place} lack {missing[0]} ({len(missing)} missing in all), expected every weight of the model: "
+            "download or make it again"
+        )
     model = model.to(device).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
@@ -73,10 +79,6 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
 def first_line(error: Exception) -> str:
     """An error's first line: libraries put advice of many lines behind it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def name_of(model) -> str:
-    return model.config.name_or_path or f"a {model.config.model_type} model"
 
 
 def fingerprint(model) -> str:
@@ -110,7 +112,7 @@ def rotary_of(model):
 
 def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
-    names = f"source {name_of(source)} and target {name_of(target)}"
+    names = f"source {name_or_type(source)} and target {name_or_type(target)}"
 
     def differ(what, given, wanted, remedy):
         raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
@@ -125,15 +127,9 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
                 "choose a source with the target's cache shape",
             )
     for model in (source, target):
-        windows = [
-            kind for kind in getattr(model.config, "layer_types", None) or [] if kind != "full_attention"
-        ]
-        sliding = getattr(model.config, "sliding_window", None) and getattr(
-            model.config, "use_sliding_window", True
-        )
-        if windows or sliding:
+        if kind := windowed_layers(model):
             raise KvlibError(
-                f"{names} cannot share a cache: {name_of(model)} has layers with {windows[0] if windows else 'a sliding window'}, "
+                f"{names} cannot share a cache: {name_or_type(model)} has layers with {kind}, "
                 "expected full attention in every layer; choose another model"
             )
     if source.config.vocab_size != target.config.vocab_size:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("kvlib", deadline=None, derandomize=True)  # a busy machine is no fault of the code
+settings.load_profile("kvlib")
 
 for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "TQDM_DISABLE"):
     os.environ[name] = "1"

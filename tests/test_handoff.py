@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_maps import KINDS, fitted_ridge, random_residual
 from tiny import LLAMA3_ROPE, tiny_llama, tokens
+from transformers import MistralConfig, MistralForCausalLM
 
 from kvlib import DirectMap, KvlibError, PrefixCache, handoff, prefill
 from kvlib.attention import Affine, two_segment_attention
@@ -119,9 +120,37 @@ def test_refusals_are_one_sentence():
             active.logits(ids[:1, -1:])
         with pytest.raises(KvlibError, match="held back"):
             active.generate(ids[:, 1:])
+    with handoff(model, prefix, DirectMap()) as active:
+        active.logits(ids[:, -1:])
+        with pytest.raises(KvlibError, match="has read 1 tokens already"):
+            active.generate(ids)
+        with pytest.raises(KvlibError, match="S at least 1"):
+            active.logits(ids[:, :0])
+    with pytest.raises(KvlibError, match="outside its `with` block"):
+        active.generate(ids)
+    with pytest.raises(KvlibError, match="a DynamicCache given as the prefix"):
+        handoff(model, prefix.to_dynamic(), DirectMap())
+    with pytest.raises(KvlibError, match="a NoneType given as the map"):
+        handoff(model, prefix, None)
+    short = tiny_llama(max_position_embeddings=8)
+    with (
+        handoff(short, prefill(short, ids[:, :7]), DirectMap()) as active,
+        pytest.raises(KvlibError, match="has 8"),
+    ):
+        active.logits(ids[:, :2])
     prefix.values[1][0, 0, 0, 0] = float("inf")
     with pytest.raises(KvlibError, match="values of layer 1"):
         handoff(model, prefix, DirectMap())
+
+
+def test_a_model_with_sliding_windows_is_refused():
+    config = MistralConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=16, sliding_window=4,
+    )  # fmt: skip
+    prefix = prefill(tiny_llama(), tokens(1, 8))
+    with pytest.raises(KvlibError, match="full attention in every layer"):
+        handoff(MistralForCausalLM(config), prefix, DirectMap())
 
 
 def test_many_queries_in_chunks_equal_all_at_once(monkeypatch):

@@ -1,7 +1,10 @@
 """Every map against a naive loop, its absorbed form against its materialised one, and its file format."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import tiny_llama, tokens
 
 from kvlib import (
@@ -201,6 +204,39 @@ def test_broken_map_files_are_refused(tmp_path):
         load_map(tmp_path / "foreign" / "model.safetensors", pair="p")
     with pytest.raises(KvlibError, match="cannot be read"):
         load_map(tmp_path / "nowhere.safetensors", pair="p")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors, settings: tensors.update(value_right=tensors["value_right"][:2]),
+        lambda tensors, settings: tensors.update(key_scale=torch.zeros(3, 2)),
+        lambda tensors, settings: tensors.update(key_left=tensors["key_left"].int()),
+        lambda tensors, settings: tensors.pop("key_left"),
+        lambda tensors, settings: settings.update(scale=float("nan")),
+        lambda tensors, settings: settings.update(residual="cubic"),
+        lambda tensors, settings: settings.pop("features"),
+    ],
+)
+def test_a_map_whose_parts_do_not_go_together_is_refused(tmp_path, damage):
+    whole = random_residual()
+    tensors, changed = whole.tensors(), whole.settings()
+    damage(tensors, changed)
+    description = {
+        "format": "kvlib-map-1",
+        "kind": "residual",
+        "settings": changed,
+        "pair": "p",
+        "provenance": {},
+    }
+    save_file(
+        {n: t.contiguous() for n, t in tensors.items()},
+        tmp_path / "m.safetensors",
+        {"kvlib": json.dumps(description)},
+    )
+    with pytest.raises(KvlibError) as refusal:
+        load_map(tmp_path / "m.safetensors", pair="p")
+    assert "write it again" in str(refusal.value) or "holds NaN" in str(refusal.value)
 
 
 @pytest.mark.parametrize("rank", [0, 17])

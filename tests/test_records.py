@@ -20,6 +20,7 @@ from kvlib.study.records import (
     hash_json,
     read_json,
     read_lines,
+    read_record,
     read_table,
     read_tensors,
     run_lock,
@@ -76,6 +77,16 @@ def test_a_writer_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     assert read_json(path) == 1 and [p.name for p in tmp_path.iterdir()] == ["value.json"]
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"), [("[]", "holds a list"), ("null", "holds a NoneType"), ('{"a": 1}', "lacks 'b'")]
+)
+def test_a_record_of_another_shape_is_refused(tmp_path, content, sentence):
+    path = tmp_path / "record.json"
+    path.write_text(content)
+    with pytest.raises(KvlibError, match=sentence):
+        read_record(path, "a", "b")
+
+
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     def fail(file):
         raise OSError(28, "No space left on device")
@@ -113,7 +124,12 @@ def test_a_ledger_only_grows(tmp_path):
     append_line(path, {"n": 1})
     append_line(path, {"n": 2})
     assert [line["n"] for line in read_lines(path)] == [1, 2]
-    path.write_text(path.read_text() + '{"n": ')
+    whole = path.read_text()
+    path.write_text(whole + '{"n": ')  # killed in the middle of a line: that line was never written
+    assert [line["n"] for line in read_lines(path)] == [1, 2]
+    append_line(path, {"n": 3})
+    assert [line["n"] for line in read_lines(path)] == [1, 2, 3]
+    path.write_text("nonsense\n" + whole)
     with pytest.raises(KvlibError, match="no JSON"):
         read_lines(path)
 
@@ -124,7 +140,8 @@ def test_a_second_writer_is_refused_until_the_first_dies(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment
     )
-    assert process.stdout.readline() == b"in\n"
+    with process.stdout as said:
+        assert said.readline() == b"in\n"
     with pytest.raises(KvlibError, match="in use by another process"), run_lock(tmp_path):
         pass
     process.kill()

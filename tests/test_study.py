@@ -15,6 +15,7 @@ import pytest
 from kvlib import KvlibError
 from kvlib.study import evaluation, freezing, learning
 from kvlib.study.freezing import openings
+from kvlib.study.profile import DATA
 from kvlib.study.records import read_json, read_table, write_json
 from kvlib.study.stages import open_run, run_confirmation, run_frozen_evaluation, run_pair, run_screening
 
@@ -236,6 +237,78 @@ def test_a_second_opening_is_recorded(run):
     ] * 2
 
 
+def spoil_windows(run):
+    path = next(run.stage("screening").glob("windows-*/hidden.bin"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_cut_window_files_are_filled_anew(run):
+    before = read_json(run.stage("screening") / "summary.json")
+    spoil_windows(run)
+    shutil.rmtree(run.stage("screening") / "arms")
+    (run.stage("screening") / "summary.json").unlink()
+    assert without_times(run_screening(run)) == without_times(before)
+
+
+def swap(folder: Path, pattern: str):
+    first, second = sorted(folder.glob(pattern))[:2]
+    first.write_bytes(second.read_bytes())
+
+
+def cut_scores(run):
+    path = next(run.stage("screening").glob("arms/*/scored-*.json"))
+    write_json(path, {name: column[:3] for name, column in read_json(path).items()})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda run: swap(run.stage("screening"), "prompts-*/*.safetensors"), "is of other prompts"),
+        (cut_scores, "is not of this stage's 8 prompts"),
+        (lambda run: swap(run.stage("screening"), "arms/*/curve.parquet"), "is not the curve of"),
+    ],
+)
+def test_swapped_and_cut_records_of_the_screen_are_refused(run, spoil, named):
+    spoil(run)
+    (run.stage("screening") / "summary.json").unlink()
+    with pytest.raises(KvlibError, match=named):
+        run_screening(run)
+
+
+def test_another_arms_checkpoint_is_refused(run):
+    swap(run.stage("screening"), "arms/*/step-00012.safetensors")
+    for path in run.stage("screening").glob("arms/*/scored-*.json"):
+        path.unlink()
+    (run.stage("screening") / "summary.json").unlink()
+    with pytest.raises(KvlibError, match="is not the checkpoint of|is no whole residual map"):
+        run_screening(run)
+
+
+def test_swapped_records_of_the_final_evaluation_are_refused(run):
+    swap(run.stage("frozen_evaluation"), "work-*/steps-*.parquet")
+    (run.stage("frozen_evaluation") / "summary.json").unlink()
+    with pytest.raises(KvlibError, match="does not hold every step of prompts 0 to 3 once"):
+        run_frozen_evaluation(run)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "learned.safetensors"])
+def test_a_deleted_product_is_made_again_by_its_stage(run, name):
+    path = run.stage("confirmation") / name
+    path.unlink()
+    assert run.finished("confirmation") is None
+    run_confirmation(run)
+    assert path.exists()
+
+
+def test_a_run_made_from_a_file_is_found_again_by_that_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text((DATA / "profiles" / "smoke.yaml").read_text().replace("seed: 7", "seed: 99"))
+    run = open_run(str(path), "mine", results=tmp_path)
+    assert run.source.endswith("mine.yaml") and read_json(run.folder / "run.json")["source"] == run.source
+    with pytest.raises(KvlibError, match=r"--profile \S*mine.yaml --run mine"):
+        run_screening(run)
+
+
 def test_a_missing_stage_says_what_to_run(tmp_path):
     run = open_run("smoke", "fresh", results=tmp_path)
     for stage in (run_screening, run_confirmation, run_frozen_evaluation):
@@ -264,7 +337,9 @@ def test_a_folder_of_another_profile_or_format_is_refused(tmp_path):
     open_run("smoke", "mine", results=tmp_path)
     with pytest.raises(KvlibError, match="is a run of profile 'smoke', profile 'laptop' was given"):
         open_run("laptop", "mine", results=tmp_path)
-    write_json(tmp_path / "mine" / "run.json", {"format": 99, "profile": "smoke"})
+    write_json(
+        tmp_path / "mine" / "run.json", {"format": 99, "profile": "smoke", "source": "smoke", "overrides": {}}
+    )
     with pytest.raises(KvlibError, match="has format 99"):
         open_run("smoke", "mine", results=tmp_path)
     for name in ("../elsewhere", ".hidden", "a/b"):

@@ -74,6 +74,9 @@ class CacheMap(ABC):
             self.settings(), {n: t.to(*args, **kwargs) for n, t in self.tensors().items()}
         )
 
+    def check_shapes(self) -> None:  # noqa: B027 - a map without tensors has nothing to check
+        """Raises ValueError when a tensor or setting does not go with the others; for files from outside."""
+
     def check_fits(self, geometry: Geometry) -> None:
         """Raises KvlibError unless the map was made for this many layers, KV heads and dimensions."""
         if self.geometry is not None and self.geometry != geometry:
@@ -140,9 +143,12 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
     try:
         save_file(tensors, temporary, metadata)
         os.replace(temporary, path)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise KvlibError(
+            f"{path} could not be written ({error}): free some space or choose another folder"
+        ) from error
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def load_map(path: Path, *, pair: str | None) -> CacheMap:
@@ -157,27 +163,38 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     from kvlib.maps import DirectMap, ResidualMap, RidgeMap  # here: each of them imports this file
 
     kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
+    if pair is not None and not isinstance(pair, str):
+        raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = json.loads((file.metadata() or {}).get("kvlib", "{}"))
+            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise KvlibError(
             f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
         ) from error
-    if metadata.get("format") != FORMAT or metadata.get("kind") not in kinds:
+    if (
+        not isinstance(described, dict)
+        or described.get("format") != FORMAT
+        or described.get("kind") not in [*kinds]
+    ):
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
-    if pair is not None and metadata["pair"] != pair:
+    made_for = str(described.get("pair"))
+    if pair is not None and made_for != pair:
         raise KvlibError(
-            f"{path} was made for the pair {metadata['pair'][:12]}, this pair is {pair[:12]}: use a map of this pair, "
+            f"{path} was made for the pair {made_for[:12]}, this pair is {pair[:12]}: use a map of this pair, "
             "or pass pair=None to load it all the same"
         )
     try:
-        return kinds[metadata["kind"]].restore(metadata["settings"], tensors)
-    except (KeyError, TypeError) as error:
-        raise KvlibError(
-            f"{path} lacks a part of a {metadata['kind']} map ({error}): write it again"
-        ) from error
+        restored = kinds[described["kind"]].restore(described["settings"], tensors)
+        if restored.geometry is not None:
+            restored.check_fits(restored.geometry)  # every tensor finite
+            restored.check_shapes()
+    except KvlibError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        raise KvlibError(f"{path} is no whole {described['kind']} map ({error}): write it again") from error
+    return restored
 
 
 def map_provenance(path: Path) -> dict:

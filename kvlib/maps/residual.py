@@ -1,5 +1,6 @@
 """A learned low-rank residual on a base map: the study's correction."""
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -141,6 +142,27 @@ class ResidualMap(CacheMap):
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
         return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
+    def check_shapes(self):
+        layers, heads, rank, dim = self.key_right.shape
+        width = dim * (2 if self.residual == "quadratic" else 1)
+        wanted = dict.fromkeys(("key_left", "value_left"), (layers, heads, width, rank))
+        wanted |= dict.fromkeys(("key_right", "value_right"), (layers, heads, rank, dim))
+        wanted |= dict.fromkeys(("key_scale", "value_scale"), (layers, heads))
+        for name, shape in wanted.items():
+            tensor = getattr(self, name)
+            if tensor.shape != shape or not tensor.is_floating_point():
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} floating point"
+                )
+        if self.residual not in RESIDUALS or self.features not in FEATURES or not math.isfinite(self.scale):
+            raise ValueError(f"residual {self.residual!r}, features {self.features!r}, scale {self.scale!r}")
+        if not ((self.key_scale > 0).all() and (self.value_scale > 0).all()):
+            raise ValueError("a scale of the source's cache is not positive")
+        if self.base is not None:
+            self.base.check_shapes()
+            if self.base.geometry != self.geometry:
+                raise ValueError(f"the base is for {self.base.geometry}, the residual for {self.geometry}")
+
     def tensors(self):
         own = {
             f.name: getattr(self, f.name)
@@ -160,4 +182,4 @@ class ResidualMap(CacheMap):
         inner = {name.removeprefix("base."): t for name, t in tensors.items() if name.startswith("base.")}
         own = {name: t for name, t in tensors.items() if not name.startswith("base.")}
         base = RidgeMap.restore(settings["base"], inner) if settings["base"] is not None else None
-        return cls(**own, **{**settings, "base": base})
+        return cls(**own, base=base, **{name: settings[name] for name in ("residual", "features", "scale")})

@@ -43,6 +43,16 @@ class RidgeMap(CacheMap):
             values.to(self.value_weight.dtype)
         )
 
+    def check_shapes(self):
+        layers, heads, dim, _ = self.key_weight.shape
+        wanted = dict.fromkeys(("key_weight", "value_weight"), (layers, heads, dim, dim))
+        for name, shape in (wanted | dict.fromkeys(("key_bias", "value_bias"), (layers, heads, dim))).items():
+            tensor = getattr(self, name)
+            if tensor.shape != shape or not tensor.is_floating_point():
+                raise ValueError(
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} floating point"
+                )
+
     def tensors(self):
         names = ("key_weight", "key_bias", "value_weight", "value_bias")
         return {name: getattr(self, name) for name in names}

@@ -9,7 +9,7 @@ from kvlib.study.arms import chosen_arms
 from kvlib.study.freezing import freeze_manifest
 from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
-from kvlib.study.records import write_table
+from kvlib.study.records import read_record, write_table
 from kvlib.study.run import Run
 from kvlib.study.scoring import summarise
 from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, prepare, scored_table
@@ -18,8 +18,8 @@ from kvlib.study.selection import freeze, mean_kl32, median_seed
 
 def run_confirmation(run: Run) -> dict:
     """Confirm, choose by the rule, save the frozen map and its manifest; write `confirmation/summary.json`."""
-    summary = run.finished("confirmation")
-    if summary:
+    summary, manifest = run.finished("confirmation"), run.stage("confirmation") / "manifest.json"
+    if summary and read_record(manifest, "hash")["hash"] == summary["manifest_hash"]:
         return summary
     screening, started, profile = run.require("screening", "confirmation"), time.time(), run.profile
     settings = {entry["arm"]: entry for entry in screening["chosen"]}

@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 
 from kvlib.divergence import Divergence, divergence, path_divergence
+from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, load_map
 from kvlib.study.describing import commit
 from kvlib.study.freezing import check_manifest, openings, record_opening
@@ -61,7 +62,7 @@ def run_frozen_evaluation(run: Run) -> dict:
             progress.advance(
                 units, f"paths over prompt {min(start + settings.batch_prompts, count)} of {count}"
             )
-        tables.append(read_table(path))
+        tables.append(checked_steps(path, store, start, settings.forcings))
     steps = pd.concat(tables, ignore_index=True)
     prompts = prompt_table(steps, items, tokens[:, : profile.prompt.prefix_tokens], tokenizer)
     write_table(folder / "steps.parquet", steps)
@@ -85,6 +86,26 @@ def run_frozen_evaluation(run: Run) -> dict:
         },
         started,
     )
+
+
+def checked_steps(path, store: PromptStore, start: int, forcings: list[str]) -> pd.DataFrame:
+    """A batch's table, after it was found to hold each forcing, path, prompt and step of its batch once."""
+    table, size = read_table(path), store.tokens.shape
+    batch = range(start, min(start + store.batch_prompts, size[0]))
+    wanted = {
+        (f, p, i, s)
+        for f in forcings
+        for p in PATHS
+        for i in batch
+        for s in range(1, size[1] - store.prefix_tokens + 1)
+    }
+    keys = ["forcing", "path", "prompt", "step"]
+    found = list(table[keys].itertuples(index=False, name=None)) if set(keys) <= set(table.columns) else []
+    if len(found) != len(wanted) or set(found) != wanted:
+        raise KvlibError(
+            f"{path} does not hold every step of prompts {batch.start} to {batch.stop - 1} once: delete it and run the stage again"
+        )
+    return table
 
 
 @torch.no_grad()

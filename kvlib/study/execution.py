@@ -23,7 +23,15 @@ from kvlib.study.display import Display
 from kvlib.study.parameters import check_parameters, read_script, script_parameters, suggestion
 from kvlib.study.profile import DATA
 from kvlib.study.progress import VARIABLE, read_progress
-from kvlib.study.records import PARTIAL, hash_json, read_json, sha256_file, write_atomically, write_json
+from kvlib.study.records import (
+    PARTIAL,
+    hash_json,
+    read_json,
+    read_record,
+    sha256_file,
+    write_atomically,
+    write_json,
+)
 from kvlib.study.run import NOTEBOOKS, ROOT, STAGES, home
 
 SCRIPTS = ROOT / "notebooks"
@@ -280,7 +288,7 @@ def forget_parameters(run: str) -> None:
     """Drop the parameters that earlier commands gave a run: its profile's values hold again. Records stay."""
     path = run_folder(run) / "run.json"
     if path.exists():
-        write_json(path, {**read_json(path), "overrides": {}})
+        write_json(path, {**read_record(path), "overrides": {}})
 
 
 def remove_leftovers(run: str) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from kvlib.errors import KvlibError
 from kvlib.study.describing import commit, environment
-from kvlib.study.records import append_line, hash_json, read_json, read_lines, sha256_file, write_json
+from kvlib.study.records import (
+    append_line,
+    hash_json,
+    read_json,
+    read_lines,
+    read_record,
+    sha256_file,
+    write_json,
+)
 from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
 from kvlib.study.selection import FREEZE_RULE
 
@@ -57,14 +65,14 @@ def check_manifest(run: Run) -> dict:
     Raises: KvlibError that names what is missing or differs.
     """
     path = run.stage("confirmation") / "manifest.json"
-    again = (
-        f"run `python -m kvlib run {NOTEBOOKS['confirmation']} --profile {run.profile.name} --run {run.name}`"
-    )
+    again = f"run `python -m kvlib run {NOTEBOOKS['confirmation']} --profile {run.source} --run {run.name}`"
     if not path.exists():
         raise KvlibError(
             f"the frozen manifest {path} is missing, and the final prompts are opened only with it: {again} first"
         )
-    manifest = read_json(path)
+    manifest = read_record(
+        path, "hash", "rule", "profile", "kvlib", "partitions", "final_prompts", "models", "weights"
+    )
     stated = manifest.pop("hash", None)
     if hash_json(manifest) != stated:
         raise KvlibError(

@@ -9,13 +9,17 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from kvlib.errors import KvlibError
 from kvlib.maps import ResidualMap, RidgeMap, load_map, save_map
+from kvlib.maps.base import map_provenance
 from kvlib.study.arms import Arm
 from kvlib.study.profile import Profile
 from kvlib.study.progress import Progress
-from kvlib.study.records import hash_json, read_json, read_table, write_json, write_table
+from kvlib.study.records import hash_json, read_record, read_table, write_json, write_table
 from kvlib.study.store import WindowStore
 from kvlib.training import train
+
+CURVE = ["arm", "seed", "step", "phase", "loss"]
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,29 @@ class Trainer:
         return self.place(task) / f"step-{step:05d}.safetensors"
 
     def load(self, task: Task, step: int) -> ResidualMap:
-        return load_map(self.checkpoint(task, step), pair=self.pair)
+        path = self.checkpoint(task, step)
+        loaded, wanted = load_map(path, pair=self.pair), self._provenance(task, step)
+        if map_provenance(path) != wanted:
+            raise KvlibError(
+                f"{path} is not the checkpoint of {task.arm.id} at step {step}: delete its folder and run the stage again"
+            )
+        return loaded
+
+    def _provenance(self, task: Task, step: int) -> dict:
+        return {"arm": task.arm.record(), "seed": task.seed, "step": step, "stage_key": self.key}
 
     def finished(self, task: Task) -> dict | None:
         path = self.place(task) / "trained.json"
-        return read_json(path) if path.exists() else None
+        return read_record(path, "status", "reason", "parameters", "seconds") if path.exists() else None
 
     def curve(self, task: Task) -> pd.DataFrame:
-        return read_table(self.place(task) / "curve.parquet")
+        path = self.place(task) / "curve.parquet"
+        table = read_table(path)
+        if list(table.columns) != CURVE or not (table["arm"] == task.arm.id).all():
+            raise KvlibError(
+                f"{path} is not the curve of {task.arm.id}: delete its folder and run the stage again"
+            )
+        return table
 
     def train(self, task: Task, progress: Progress, note: str) -> dict:
         """Train unless a record says it was done; the record is written last.
@@ -90,14 +109,14 @@ class Trainer:
                 {"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss}
             )
             if step.number in keep:
-                save_map(step.map, self.checkpoint(task, step.number), pair=self.pair,
-                         provenance={"arm": arm.record(), "seed": seed, "step": step.number, "stage_key": self.key})  # fmt: skip
+                path = self.checkpoint(task, step.number)
+                save_map(step.map, path, pair=self.pair, provenance=self._provenance(task, step.number))
             progress.advance(1, f"{note}, step {step.number} of {task.steps}")
             if step.number == task.steps:
                 break
         write_table(
             self.place(task) / "curve.parquet",
-            pd.DataFrame(rows, columns=["arm", "seed", "step", "phase", "loss"]),
+            pd.DataFrame(rows, columns=CURVE),
         )
         tail = [row["loss"] for row in rows[-10:] if row["phase"] == "kl"]
         record = {

@@ -28,7 +28,7 @@ from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
 from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.progress import Progress
-from kvlib.study.records import read_json, write_json, write_table
+from kvlib.study.records import read_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
 
 
@@ -39,7 +39,7 @@ def run_pair(run: Run) -> dict:
         return summary
     folder, profile, started = run.stage("pair"), run.profile, time.time()
     stale = folder / "key.json"
-    if not stale.exists() or read_json(stale)["key"] != run.key("pair"):
+    if not stale.exists() or read_record(stale, "key")["key"] != run.key("pair"):
         _clear(folder)
         write_json(stale, {"key": run.key("pair")})
     progress = Progress("pair", 100)
@@ -147,7 +147,9 @@ def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress,
         return None
     if folder.exists() and report_path.exists():
         progress.skip(units)
-        return read_json(report_path)
+        return read_record(
+            report_path, "energy_kept", "body_parameters_kept", "head_error", "calibration_tokens", "seconds"
+        )
     assert isinstance(wanted, PrunedModel)
     target = load_pair_model(run, "target", torch.float32)
     windows = partitions.tokens("build", tokenizer)

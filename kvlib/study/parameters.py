@@ -81,7 +81,7 @@ def parse_value(text: str, kind: str = "any"):
         pass
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise KvlibError(
             f"value {text!r} given, expected a number, text, true, false, null or a list like '[4, 8]'"
         ) from error
@@ -148,7 +148,11 @@ def _fits(kind: str, value) -> bool:
         return isinstance(value, list) and (not inner or all(_fits(inner, each) for each in value))
     if kind == "dict" or kind.startswith(("dict[", "Dict[")):
         return isinstance(value, dict)
-    return value is None or isinstance(value, (int, float, str, bool, list, dict))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list):
+        return all(_fits("any", each) for each in value)
+    return value is None or isinstance(value, (int, str, bool, dict))
 
 
 def _describe(kind: str) -> str:

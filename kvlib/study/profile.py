@@ -10,7 +10,8 @@ from kvlib.errors import KvlibError
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 class Strict(BaseModel):
@@ -38,6 +39,15 @@ class RandomModel(Strict):
     head_dim: Count
     max_positions: Count
     spread: Share = 0.2
+
+    @model_validator(mode="after")
+    def _shape(self):
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"heads is {self.heads}, kv_heads {self.kv_heads} and head_dim {self.head_dim}, expected heads to be a multiple of "
+                "kv_heads and head_dim to be even"
+            )
+        return self
 
 
 class HubModel(Strict):
@@ -118,7 +128,7 @@ class Screening(Strict):
     centre_rank: Count
     warmup_steps: Count
     ridge_penalty: Share = 1e-3
-    arms: list[str] | None = None
+    arms: Annotated[list[str], Field(min_length=1)] | None = None
     select: Count
     checkpoints: Annotated[list[Count], Field(min_length=1)]
     scales: Annotated[list[Share], Field(min_length=1)]
@@ -131,9 +141,9 @@ class Confirmation(Strict):
 
 class Evaluation(Strict):
     batch_prompts: Count
-    forcings: list[Literal["oracle", "text"]]
+    forcings: Annotated[list[Literal["oracle", "text"]], Field(min_length=1)]
     gate_tolerance: Share
-    gate_prefix_tokens: list[Annotated[int, Field(ge=2)]]
+    gate_prefix_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
 
 
 class Latency(Strict):
@@ -147,7 +157,7 @@ class Latency(Strict):
 
 
 class Profile(Strict):
-    name: str
+    name: Name
     label: str
     seed: int
     pair: Pair
@@ -177,10 +187,17 @@ class Profile(Strict):
             raise ValueError(
                 f"screening.warmup_steps is {self.screening.warmup_steps}, expected less than training.steps = {self.training.steps}"
             )
-        for name in ("learning_rates", "ranks", "scales", "checkpoints"):
-            values = getattr(self.screening, name)
+        lists = {
+            f"screening.{name}": getattr(self.screening, name)
+            for name in ("learning_rates", "ranks", "scales", "checkpoints")
+        }
+        lists |= {
+            "confirmation.seeds": self.confirmation.seeds,
+            "evaluation.forcings": self.evaluation.forcings,
+        }
+        for name, values in lists.items():
             if len(set(values)) != len(values):
-                raise ValueError(f"screening.{name} is {values}, expected different values")
+                raise ValueError(f"{name} is {values}, expected different values")
         if self.screening.centre_rank not in self.screening.ranks:
             raise ValueError(
                 f"screening.centre_rank is {self.screening.centre_rank}, expected one of screening.ranks = {self.screening.ranks}"
@@ -227,14 +244,19 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
 
     Raises: KvlibError, one sentence, for an unknown name, key or a value that does not fit.
     """
-    path = Path(name) if name.endswith((".yaml", ".yml")) else DATA / "profiles" / f"{name}.yaml"
+    by_path = name.endswith((".yaml", ".yml"))
+    if not by_path and name not in profile_names():
+        raise KvlibError(
+            f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
+        )
+    path = Path(name) if by_path else DATA / "profiles" / f"{name}.yaml"
     try:
         values = yaml.safe_load(path.read_text())
     except FileNotFoundError as error:
         raise KvlibError(
             f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
         ) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise KvlibError(
             f"profile {path} is no readable YAML: {str(error).splitlines()[0]}; compare it with data/profiles"
         ) from error
@@ -256,7 +278,8 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
 
 def describe_error(error: ValidationError) -> str:
     """The first finding of a validation, as one sentence."""
-    found = error.errors()[0]
+    # A misspelt key is both unknown and missing: the unknown one is what was written.
+    found = min(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
     key = ".".join(
         str(part)
         for part in found["loc"]

@@ -1,5 +1,6 @@
 """How far a stage is: written by the process that works, read by the one that shows it."""
 
+import contextlib
 import json
 import os
 import time
@@ -48,8 +49,9 @@ class Progress:
         }  # fmt: skip
         path = Path(self.path)
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(state))
-        os.replace(temporary, path)
+        with contextlib.suppress(OSError):  # showing progress is no reason to end the work
+            temporary.write_text(json.dumps(state))
+            os.replace(temporary, path)
 
 
 def read_progress(path: Path) -> dict | None:

@@ -32,9 +32,9 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise KvlibError(
-            f"{path} could not be written ({error.strerror or error}), expected a writable folder with room: free some space "
+            f"{path} could not be written ({getattr(error, 'strerror', None) or error}), expected a writable folder with room: free some space "
             "or fix the permissions, then run the same command again; finished work is kept"
         ) from error
     finally:
@@ -71,6 +71,16 @@ def read_json(path: Path):
         ) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise KvlibError(f"{path} is no valid JSON ({error}): delete it and run its stage again") from error
+
+
+def read_record(path: Path, *keys: str) -> dict:
+    """A JSON object that has these keys. Raises KvlibError for anything else."""
+    record = read_json(path)
+    missing = [key for key in keys if not isinstance(record, dict) or key not in record]
+    if not isinstance(record, dict) or missing:
+        what = f"lacks {missing[0]!r}" if isinstance(record, dict) else f"holds a {type(record).__name__}"
+        raise KvlibError(f"{path} {what}, expected a record of this kvlib: delete it and run its stage again")
+    return record
 
 
 def write_table(path: Path, table: pd.DataFrame) -> Path:
@@ -111,20 +121,21 @@ def read_tensors(path: Path) -> tuple[dict, dict[str, str]]:
 
 
 def append_line(path: Path, value) -> None:
-    """Append one JSON line, flushed to disk before returning."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(canonical_json(value) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    """Append one JSON line, flushed to disk before returning; a line that a killed process left half is dropped."""
+    whole = b"".join(line for line in _lines(path) if line.endswith(b"\n"))
+    line = canonical_json(value) + "\n"
+    write_atomically(path, lambda file: file.write_bytes(whole + line.encode()))
+
+
+def _lines(path: Path) -> list[bytes]:
+    return Path(path).read_bytes().splitlines(keepends=True) if Path(path).exists() else []
 
 
 def read_lines(path: Path) -> list:
-    if not Path(path).exists():
-        return []
+    """The values of a file of JSON lines; a last line without its end was never wholly written and does not count."""
     try:
-        return [json.loads(line) for line in Path(path).read_text().splitlines() if line]
-    except json.JSONDecodeError as error:
+        return [json.loads(line) for line in _lines(path) if line.endswith(b"\n")]
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise KvlibError(f"{path} holds a line that is no JSON ({error}): restore it from a copy") from error
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.study.profile import Profile, load_profile
-from kvlib.study.records import hash_json, read_json, write_json
+from kvlib.study.records import hash_json, read_record, write_json
 
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 NOTEBOOKS = dict(
@@ -35,6 +35,15 @@ DEPENDS = {
     "latency": ("latency",),
 }
 
+# What a stage leaves beside its summary; without one of these it is not finished.
+OUTPUTS = {
+    "pair": ("partitions.json",),
+    "screening": ("curves.parquet", "validation.parquet"),
+    "confirmation": ("manifest.json", "learned.safetensors", "ridge.safetensors", "validation.parquet"),
+    "frozen_evaluation": ("prompts.parquet", "steps.parquet", "ledger.jsonl"),
+    "latency": ("raw.parquet", "memory.parquet"),
+}
+
 ROOT = Path(__file__).resolve().parents[2]
 HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
 
@@ -47,8 +56,14 @@ def home() -> Path:
 class Run:
     """`results/<name>` with its profile. Parameters given once stay with the run until `reset`."""
 
-    def __init__(self, profile: Profile, name: str, folder: Path, overrides: dict):
-        self.profile, self.name, self.folder, self.overrides = profile, name, folder, overrides
+    def __init__(self, profile: Profile, name: str, folder: Path, overrides: dict, source: str):
+        self.profile, self.name, self.folder, self.overrides, self.source = (
+            profile,
+            name,
+            folder,
+            overrides,
+            source,
+        )
 
     @classmethod
     def open(
@@ -68,31 +83,38 @@ class Run:
         Raises: KvlibError for bad values, and for a folder of another profile or format.
         """
         base = load_profile(profile)
-        name = name or base.name
+        by_path = profile.endswith((".yaml", ".yml"))
+        source = os.path.relpath(profile, home()) if by_path else profile  # how later commands find it again
+        name = base.name if name is None else name
         if not name or name != Path(name).name or name.startswith("."):
             raise KvlibError(f"run name {name!r} given, expected a plain folder name such as {base.name!r}")
         folder = home() / results / name  # an absolute `results` stays as it is
         record_path = folder / "run.json"
         remembered: dict = {}
         if record_path.exists():
-            record = read_json(record_path)
-            if record.get("format") != FORMAT:
+            record = read_record(record_path, "format", "profile", "overrides")
+            if record["format"] != FORMAT:
                 raise KvlibError(
-                    f"{folder} has format {record.get('format')}, this kvlib writes {FORMAT}: choose another run name"
+                    f"{folder} has format {record['format']}, this kvlib writes {FORMAT}: choose another run name"
                 )
-            if record.get("profile") != base.name:
+            if record["profile"] != base.name:
                 raise KvlibError(
-                    f"{folder} is a run of profile {record.get('profile')!r}, profile {base.name!r} was given: choose another run name"
+                    f"{folder} is a run of profile {record['profile']!r}, profile {base.name!r} was given: choose another run name"
                 )
-            remembered = record.get("overrides", {})
+            remembered = record["overrides"] if isinstance(record["overrides"], dict) else {}
         given = {key: value for key, value in (overrides or {}).items() if value is not None}
         merged = {**remembered, **given}
         effective = load_profile(profile, merged)
-        if not record_path.exists() or merged != remembered:
-            write_json(
-                record_path, {"format": FORMAT, "profile": base.name, "overrides": merged, "created": now()}
-            )
-        return cls(effective, name, folder, merged)
+        if not record_path.exists() or merged != remembered or record.get("source") != source:
+            fresh = {
+                "format": FORMAT,
+                "profile": base.name,
+                "source": source,
+                "overrides": merged,
+                "created": now(),
+            }
+            write_json(record_path, fresh)
+        return cls(effective, name, folder, merged, source)
 
     def stage(self, stage: str) -> Path:
         return self.folder / stage
@@ -108,11 +130,11 @@ class Run:
 
     def finished(self, stage: str) -> dict | None:
         """The stage's summary if it is there and belongs to the run's present settings."""
-        path = self.stage(stage) / "summary.json"
-        if not path.exists():
-            return None
-        summary = read_json(path)
-        return summary if summary.get("key") == self.key(stage) else None
+        folder = self.stage(stage)
+        if not all((folder / name).exists() for name in ("summary.json", *OUTPUTS[stage])):
+            return None  # what is missing is made again from the stage's smaller records
+        summary = read_record(folder / "summary.json", "key", "created", "duration_s")
+        return summary if summary["key"] == self.key(stage) else None
 
     def require(self, stage: str, wanted_by: str) -> dict:
         """The summary of an earlier stage. Raises KvlibError with the command to run when there is none."""
@@ -122,7 +144,7 @@ class Run:
             state = "was made with other settings" if present else "has not been run"
             raise KvlibError(
                 f"stage {wanted_by} of run {self.name} needs stage {stage}, which {state}: run "
-                f"`python -m kvlib run {NOTEBOOKS[stage]} --profile {self.profile.name} --run {self.name}` first"
+                f"`python -m kvlib run {NOTEBOOKS[stage]} --profile {self.source} --run {self.name}` first"
             )
         return summary
 
@@ -154,7 +176,7 @@ class Run:
         path = self.stage(stage) / "spent.json"
         if not path.exists():
             return 0.0
-        record = read_json(path)
+        record = read_record(path, "key", "seconds")
         return record["seconds"] if record["key"] == self.key(stage) else 0.0
 
 

@@ -18,6 +18,7 @@ class Scorer:
 
     def __init__(self, store: PromptStore, target, forcing: str = "oracle"):
         self.target = target
+        self.prompts = len(store.tokens)
         self.batches = [
             (prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)
         ]

@@ -15,7 +15,7 @@ from kvlib.study.learning import Task, Trainer
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions
 from kvlib.study.progress import Progress
-from kvlib.study.records import hash_json, read_json, write_json, write_table
+from kvlib.study.records import hash_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
 from kvlib.study.scoring import Scorer, summarise
 from kvlib.study.selection import choose_settings, finalists, rank_arms
@@ -178,7 +178,14 @@ def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, prog
     path = trainer.place(task) / f"scored-{step:05d}-{scale!r}.json"
     if path.exists():
         progress.skip(units)
-        return pd.DataFrame(read_json(path))
+        found = read_record(path, "prompt", "kl32", "top1")
+        if found["prompt"] != list(range(scorer.prompts)) or any(
+            len(column) != scorer.prompts for column in found.values()
+        ):
+            raise KvlibError(
+                f"{path} is not of this stage's {scorer.prompts} prompts: delete it and run the stage again"
+            )
+        return pd.DataFrame(found)
     table = scorer.table(trainer.load(task, step).with_scale(scale))
     write_json(path, {name: table[name].tolist() for name in table})
     progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")

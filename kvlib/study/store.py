@@ -1,6 +1,5 @@
 """Caches computed once: training windows in memory-mapped files, prompts with their references in safetensors."""
 
-import json
 import mmap
 import os
 from pathlib import Path
@@ -12,10 +11,14 @@ from kvlib.divergence import Reference, oracle_reference, text_reference
 from kvlib.errors import KvlibError
 from kvlib.maps import RidgeAccumulator, RidgeMap
 from kvlib.study.progress import Progress
-from kvlib.study.records import read_json, read_tensors, write_json, write_tensors
+from kvlib.study.records import hash_json, read_record, read_tensors, write_json, write_tensors
 from kvlib.training import Batch
 
 WINDOWS_AT_ONCE = 4
+
+
+def hash_ids(tokens: torch.Tensor) -> str:
+    return hash_json(tokens.tolist())
 
 
 class WindowStore:
@@ -42,6 +45,10 @@ class WindowStore:
         for axis in shape:
             size *= axis
         path, needed = self.folder / name, size * torch.empty(0, dtype=dtype).element_size()
+        if (
+            not path.exists() or path.stat().st_size != needed
+        ):  # begun anew: what is missing would read as zeros
+            (self.folder / "windows.json").unlink(missing_ok=True)
         try:
             with open(path, "r+b" if path.exists() else "w+b") as file:
                 # Taken from the disk now: a hole that cannot be filled later would kill the process without a word.
@@ -64,7 +71,7 @@ class WindowStore:
     @property
     def complete(self) -> int:
         path = self.folder / "windows.json"
-        return read_json(path)["complete"] if path.exists() else 0
+        return read_record(path, "complete")["complete"] if path.exists() else 0
 
     @torch.no_grad()
     def fill(self, source, target, progress: Progress, units_per_window: float) -> "WindowStore":
@@ -147,7 +154,10 @@ class PromptStore:
         return range(0, len(self.tokens), self.batch_prompts)
 
     def path(self, start: int) -> Path:
-        return self.folder / f"prompts-{start:04d}.safetensors"
+        return (
+            self.folder
+            / f"prompts-{start:04d}-{min(start + self.batch_prompts, len(self.tokens)):04d}.safetensors"
+        )
 
     @torch.no_grad()
     def fill(self, source, target, progress: Progress, units_per_prompt: float) -> "PromptStore":
@@ -170,7 +180,7 @@ class PromptStore:
                 tensors |= {
                     f"{forcing}.{name}": getattr(reference, name) for name in ("inputs", "forced", "hidden")
                 }
-            write_tensors(self.path(start), tensors, {"prompts": json.dumps([start, start + len(prompts)])})
+            write_tensors(self.path(start), tensors, {"prompts": hash_ids(prompts)})
             progress.advance(
                 units, f"native and source over prompt {start + len(prompts)} of {len(self.tokens)}"
             )
@@ -178,7 +188,11 @@ class PromptStore:
 
     def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:
         """(the source's cache, forcing -> reference) of the batch that begins at prompt `start`."""
-        tensors, _ = read_tensors(self.path(start))
+        tensors, metadata = read_tensors(self.path(start))
+        if metadata.get("prompts") != hash_ids(self.tokens[start : start + self.batch_prompts]):
+            raise KvlibError(
+                f"{self.path(start)} is of other prompts than these: delete it and run its stage again"
+            )
         prefix = PrefixCache(list(tensors["keys"]), list(tensors["values"]))
         names = ("inputs", "forced", "hidden")
         return prefix, {f: Reference(*(tensors[f"{f}.{name}"] for name in names)) for f in self.forcings}

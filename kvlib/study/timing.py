@@ -178,7 +178,9 @@ def _probe(target, probes, target_folder: str | Path, map_files: dict[str, Path]
         for name, map_file in map_files.items():
             command += ["--map", f"{name}={Path(map_file).resolve()}"]
         command += ["--dtype", str(weight.dtype).removeprefix("torch.")]
-        command += ["--threads", str(torch.get_num_threads()), "--jobs", str(PROBES_AT_A_TIME)]
+        # The cores are shared out: probes that spin for one another's core take many times as long.
+        threads = max(1, torch.get_num_threads() // PROBES_AT_A_TIME)
+        command += ["--threads", str(threads), "--jobs", str(PROBES_AT_A_TIME)]
         yield from _lines(command)
 
 
