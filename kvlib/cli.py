@@ -88,6 +88,7 @@ def run(
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
+    from kvlib.study.run import HOME_VARIABLE
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
     texts = dict(pair.split("=", 1) for pair in parameter or [])
@@ -95,7 +96,7 @@ def run(
     if "results" in texts:
         raise KvlibError(
             f"-p results {texts['results']} given, expected runs in {short(execution.home() / 'results')}: "
-            f"name another folder for them with the environment variable {execution.HOME_VARIABLE}"
+            f"name another folder for them with the environment variable {HOME_VARIABLE}"
         )
     if profile == "":
         raise KvlibError(

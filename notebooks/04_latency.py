@@ -71,6 +71,7 @@ show(
 # %% [markdown]
 # {glue:text}`overhead` How each path ran: {glue:text}`modes`. An absorbed map leaves the cache untouched and
 # acts on the query and on the attention's output, so that its cost hardly grows with the prefix.
+# {glue:text}`learned_mode`
 #
 # ## Memory
 #

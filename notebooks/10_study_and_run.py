@@ -61,9 +61,10 @@ show_table(
 #   processor with few cores is limited by arithmetic almost from the start. Native prefill is all arithmetic,
 #   so it becomes the slow path at shorter prefixes. That is why ratios are judged here and times are not.
 # - **Another way to apply the map.** A corrected cache that is written out costs time in proportion to the
-#   prefix, and the study's figures look like that. Here a linear correction is absorbed into the attention,
-#   and what it adds to direct reuse hardly grows with the prefix. A row that looks better than the study's
-#   for this reason is a better implementation, not a better map.
+#   prefix, and the study's figures look like that. Here a correction that is affine in a head's own vector
+#   is absorbed into the attention, and what it adds to direct reuse hardly grows with the prefix; any other
+#   is written into the cache, as in the study. [Chapter 04](04_latency.ipynb) says which it was in this run.
+#   A row that looks better than the study's for this reason is a better implementation, not a better map.
 # - **Fewer repetitions** make a run's own figures less certain than the study's; the chapters say how many
 #   there were.
 

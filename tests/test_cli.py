@@ -88,7 +88,10 @@ def test_notebooks_keep_their_tags_on_the_way_out(kvlib, tmp_path):
         (["run", "--profile", "smok"], "expected one of"),
         (["run", "01_screening", "--profile", "smoke", "-p", "step", "40"], "did you mean 'steps'?"),
         (["run", "--profile", "smoke", "-p", "stepz", "40"], "did you mean 'steps'?"),
-        (["run", "01_screening", "--profile", "smoke", "-p", "steps", "many"], "training.steps is 'many'"),
+        (
+            ["run", "01_screening", "--profile", "smoke", "-p", "steps", "many"],
+            "steps of 01_screening is 'many'",
+        ),
         (["run", "01_screening", "--profile", "smoke", "-p", "results", "x"], "KVLIB_HOME"),
         (["run", "--profile", "smoke", "--run", "../out"], "expected a plain folder name"),
         (["run", "--profile", "smoke", "--run", "a", "-p", "run", "b"], "expected one run"),

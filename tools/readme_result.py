@@ -69,7 +69,7 @@ def picture(page_file: Path, place: Path) -> None:
         page.goto(page_file.resolve().as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
         page.add_style_tag(content=".modebar-container { display: none }")
-        page.locator(".js-plotly-plot").first.screenshot(path=place)
+        page.locator(".kv-chart").first.locator("xpath=..").screenshot(path=place)
         started.close()
 
 

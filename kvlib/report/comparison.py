@@ -213,7 +213,7 @@ def _verdict(study: float, ours: float | None, better: str) -> str:
         return "not measured"
     if better == NEITHER:
         return "same" if ours == study else "differs"
-    if ours == study:
+    if f"{ours:.4g}" == f"{study:.4g}":  # as they are shown: no digit that a reader sees differs
         return "same"
     return "better" if (ours < study) == (better == DOWN) else "worse"
 

@@ -121,8 +121,12 @@ def latency_facts(latency: dict) -> dict[str, str]:
         learned, direct = (times_ms.get((path, kind)) for path in ("learned", "direct"))
         facts[f"learned_{kind}"] = milliseconds(learned)
         facts[f"direct_{kind}"] = milliseconds(direct)
+        when = {
+            "resident": "With the source's cache in memory, at",
+            "cold": "Counting the source's own prefill too, at",
+        }[kind]
         facts[f"{kind}_verdict"] = (
-            f"At {longest:,} tokens the first token through the learned correction takes "
+            f"{when} {longest:,} tokens the first token through the learned correction takes "
             f"{milliseconds(learned)} against {milliseconds(native)} for native prefill: it "
             f"{ratio(native, learned)}."
         )
@@ -135,7 +139,22 @@ def latency_facts(latency: dict) -> dict[str, str]:
         if learned is not None and direct is not None
         else "This run has no pair of times to tell the correction's own cost."
     )
+    facts["learned_mode"] = _learned_mode(latency)
     return facts
+
+
+def _learned_mode(latency: dict) -> str:
+    """What the way in which the learned map is applied means for its time."""
+    mode = next((row["mode"] for row in latency["rows"] if row["path"] == "learned"), None)
+    if mode == "absorbed":
+        return "The learned correction of this run is affine in each head's own vector and so was absorbed."
+    if mode == "in_place":
+        return (
+            "The learned correction of this run is not affine in each head's own vector, so it cannot be absorbed: it is "
+            "applied in place, in one pass over the whole cache, and its cost grows with the prefix. The ridge map, which is "
+            "absorbed, shows about what a correction costs that can be."
+        )
+    return ""
 
 
 def _crossover(latency: dict, kind: str, shortest: int) -> str:
