@@ -84,7 +84,7 @@ show(
 curves = read_table(study.folder / "screening" / "curves.parquet")
 show(
     figures.curves(curves, screening),
-    "The loss on training text, which is easier than validation: the arms have seen it. A curve that stops"
+    "The loss along training text, cut at other lengths than the validation prompts: not to be compared with their KL32. A curve that stops"
     " early belongs to an arm whose loss was no longer finite. The selected arms are drawn strongly, the "
     "others faintly.",
     tables.curves(curves),
@@ -95,8 +95,8 @@ show(
 # ## Checkpoints and residual scales
 #
 # The {glue:text}`selected` best arms are tried at several checkpoints and with their residual scaled down or
-# up, {glue:text}`grid_cells` combinations in all. A scale below one means that the trained correction points
-# the right way but, off its training text, goes too far.
+# up, {glue:text}`grid_cells` combinations in all. A best scale below one would mean that the trained correction
+# points the right way but, off its training text, goes too far; above one, that it stops short.
 #
 # {glue:text}`chosen`
 

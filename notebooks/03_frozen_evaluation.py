@@ -21,7 +21,7 @@ batch_prompts = None  # type: int prompts per batch; a finished batch is never r
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
-from kvlib.report.prose import final_facts
+from kvlib.report.prose import final_facts, step_facts
 from kvlib.report.renderer import glue_facts, show, use_book_renderer
 from kvlib.report.summaries import main_forcing
 from kvlib.study.records import read_table
@@ -37,6 +37,7 @@ prompt = study.profile.prompt
 glue_facts(final_facts(final) | {"prefix": f"{prompt.prefix_tokens}", "steps": f"{prompt.forced_steps}"})
 prompts = read_table(study.folder / "frozen_evaluation" / "prompts.parquet")
 steps = read_table(study.folder / "frozen_evaluation" / "steps.parquet")
+glue_facts(step_facts(steps))
 forcing = main_forcing(final)
 
 # %% [markdown]
@@ -101,7 +102,7 @@ show(
 # ## Step by step
 #
 # The target's own tokens join the cache as decoding goes on, and they are computed by the target itself. What
-# the handed-over part gets wrong could fade behind them, or could build up.
+# the handed-over part gets wrong could fade behind them, or could build up. {glue:text}`step_change`
 
 # %% tags=["hide-input"]
 show(

@@ -48,9 +48,9 @@ peaks = read_table(study.folder / "latency" / "memory.parquet")
 # %% [markdown]
 # Measured on {glue:text}`device` in {glue:text}`dtype`, with {glue:text}`threads` threads; the memory moves
 # {glue:text}`bandwidth`. Paths are interleaved in random order, and real text fills the prefixes. Counted
-# repetitions with a resident cache, by prefix length: {glue:text}`repetitions`. Where they are few,
-# read the medians as good to a few per cent at best; a 95th percentile is given only where there are enough
-# repetitions for one.
+# repetitions with a resident cache, by prefix length: {glue:text}`repetitions`; cold: {glue:text}`cold_repetitions`.
+# Where they are few, read the medians as rough: every repetition is in the raw records. A 95th percentile is given
+# only where there are enough repetitions for one.
 #
 # {glue:text}`resident_verdict` {glue:text}`resident_crossover`
 #
@@ -59,9 +59,8 @@ peaks = read_table(study.folder / "latency" / "memory.parquet")
 # %% tags=["hide-input"]
 show(
     figures.time_to_first_token(latency),
-    "Median times; whiskers reach up to the 95th percentile where there is one. The dotted vertical line "
-    "marks"
-    " where the learned handoff overtakes native prefill. “Direct, stock attention” runs the same cache "
+    "Median times; whiskers reach up to the 95th percentile where there is one. Where the learned "
+    "handoff overtakes native prefill between two lengths, a dotted vertical line marks it. “Direct, stock attention” runs the same cache "
     "through"
     " the attention that the model ships with, so that no path wins by its attention code alone.",
     tables.latency(latency),

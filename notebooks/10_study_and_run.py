@@ -56,14 +56,14 @@ show_table(
 #   speak again. A source that is pruned in closed form has had no such schooling, and its text is worse.
 #   Where the study and this run agree all the same, the agreement is about caches rather than about one pair.
 # - **Other text, and less of it.** A correction is trained on what there is. With less text it overfits
-#   sooner, which a smaller residual scale partly undoes.
+#   sooner, and the best residual scale may be another.
 # - **Another machine.** A GPU is limited by launches at short prefixes and by bandwidth at long ones; a
 #   processor with few cores is limited by arithmetic almost from the start. Native prefill is all arithmetic,
 #   so it becomes the slow path at shorter prefixes. That is why ratios are judged here and times are not.
 # - **Another way to apply the map.** A corrected cache that is written out costs time in proportion to the
 #   prefix, and the study's figures look like that. Here a correction that is affine in a head's own vector
 #   is absorbed into the attention, and what it adds to direct reuse hardly grows with the prefix; any other
-#   is written into the cache, as in the study. [Chapter 04](04_latency.ipynb) says which it was in this run.
+#   is written into the cache, as in the study. {glue:text}`learned_mode`
 #   A row that looks better than the study's for this reason is a better implementation, not a better map.
 # - **Fewer repetitions** make a run's own figures less certain than the study's; the chapters say how many
 #   there were.

@@ -100,7 +100,7 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
         ("frozen arm: warm-up (steps)", residual["warmup_steps"], arm["warmup_steps"], NEITHER),
         ("frozen arm: learned parameters", residual["parameters"], frozen["parameters"], NEITHER),
         (
-            "frozen arm: checkpoint (MiB)",
+            "frozen arm: checkpoint (MiB; the study's would hold the optimiser's state too)",
             residual["checkpoint_mib"],
             frozen["checkpoint_bytes"] / 2**20,
             NEITHER,
@@ -164,7 +164,7 @@ def _latency_rows(published: dict, latency: dict) -> list[tuple]:
             DOWN,
         ),
         (
-            "prefix where learned overtakes native with the source cache resident (tokens)",
+            "prefix from which learned is ahead of native, cache resident (tokens; ours is at most this where it is the shortest)",
             published["crossover_tokens"],
             _crossover(latency),
             DOWN,
@@ -201,7 +201,9 @@ def _memory_rows(published: dict, latency: dict) -> list[tuple]:
     }
     theirs = published["incremental_vram_gib_at_8192"]
     ours = _share(peaks.get("learned"), peaks.get("native"))
-    return [("peak extra memory: learned ÷ native (ratio)", theirs["learned"] / theirs["native"], ours, DOWN)]
+    return [
+        ("peak extra memory: learned ÷ native (ratio)", theirs["learned"] / theirs["native"], ours, NEITHER)
+    ]
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

@@ -154,7 +154,11 @@ def sorted_differences(prompts: pd.DataFrame, forcing: str) -> go.Figure:
             x=part.index + 1,
             y=part.difference,
             name=f"{name} ({len(part)})",
-            marker={"color": style.colour, "pattern": {"shape": pattern, "fillmode": "replace"}},
+            marker={
+                "color": style.colour,
+                "line": {"color": style.colour, "width": 1.2},
+                "pattern": {"shape": pattern, "fillmode": "replace"},
+            },
             customdata=part[["name", "text", "direct", "learned"]],
             hovertemplate="<b>%{customdata[0]}</b><br>difference %{y:+.4f} nats "
             "(direct %{customdata[2]:.4f}, learned %{customdata[3]:.4f})<br>"

@@ -97,7 +97,7 @@ def peak_memory(memory: pd.DataFrame) -> go.Figure:
             name=style.label,
             line=style.line(),
             marker=style.marker(),
-            hovertemplate=f"<b>{style.label}</b><br>%{{x:,}} tokens: %{{y:,.0f}} MiB<extra></extra>",
+            hovertemplate=f"<b>{style.label}</b><br>%{{x:,}} tokens: %{{y:,.1f}} MiB<extra></extra>",
         )
     if not memory.peak_extra_bytes.notna().any():
         figure.add_annotation(
@@ -105,10 +105,10 @@ def peak_memory(memory: pd.DataFrame) -> go.Figure:
         )
     lengths = sorted(memory.prefix_tokens.unique().tolist())
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{t:,}" for t in lengths])
-    figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(type="log")
     return finish(
         figure,
-        "Peak extra memory (MiB) against prefix length (tokens)",
+        "Peak extra memory (MiB) against prefix length (tokens), logarithmic axes",
         x="prefix (tokens)",
         y="peak extra memory (MiB)",
     )

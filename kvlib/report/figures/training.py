@@ -219,6 +219,8 @@ def grid(screening: dict) -> go.Figure:
             hovertemplate=f"chosen for {arm_label(arms[name])}<br>KL32 %{{y:.4f}} nats<extra></extra>",
             **place,
         )
+    scales = sorted(rows.scale.unique().tolist())
+    figure.update_xaxes(tickvals=scales, ticktext=[f"{s:g}" for s in scales])
     figure.update_xaxes(title_text="residual scale", row=height)
     figure.update_yaxes(col=1, title_text="KL32 (nats)")
     title = "Selected arms: validation KL32 (nats per token) against residual scale, by checkpoint"

@@ -7,6 +7,7 @@ from kvlib.report.prose.results import (
     latency_facts,
     paired_tests,
     paired_verdict,
+    step_facts,
     times,
 )
 
@@ -20,5 +21,6 @@ __all__ = [
     "paired_tests",
     "paired_verdict",
     "screening_facts",
+    "step_facts",
     "times",
 ]

@@ -86,10 +86,18 @@ def screening_facts(screening: dict) -> dict[str, str]:
         "chosen": (
             f"The lowest is {number(top['kl32'])} nats: {arm_label(arms[top['arm']])}, at the checkpoint of "
             "step "
-            f"{top['checkpoint_step']} and scale {top['scale']:g}."
-        ),
+            f"{top['checkpoint_step']} and scale {top['scale']:g}. {_edge(screening)}"
+        ).strip(),
         "finalists": join([f"“{arm_label(arms[name])}”" for name in screening["finalists"]]),
     }
+
+
+def _edge(screening: dict) -> str:
+    """Whether the grid's last checkpoint was best for every arm: then more training might have helped."""
+    last = max(cell["checkpoint_step"] for cell in screening["grid"])
+    if all(entry["checkpoint_step"] == last for entry in screening["chosen"]):
+        return "Every selected arm is best at the last checkpoint, and longer training was not tried."
+    return ""
 
 
 def _slices(arms: dict[str, dict], slices: dict[str, dict]) -> str:
@@ -165,12 +173,23 @@ def confirmation_facts(summary: dict, screening: dict) -> dict[str, str]:
             f"Frozen: {arm_label(arms[frozen['arm']])}; seed {frozen['seed']}, checkpoint of step "
             f"{frozen['checkpoint_step']}, residual "
             f"scale {frozen['scale']:g}, {frozen['parameters']:,} learned parameters in a file of "
-            f"{bytes_text(frozen['checkpoint_bytes'])}."
+            f"{bytes_text(frozen['checkpoint_bytes'])}. {_absorbable(arms[frozen['arm']])}"
         ),
         "why": f"The reason on record: {frozen['why'].rstrip('.')}.",
         "manifest": summary["manifest_hash"][:16] + "…",
         "weights": frozen["weights_sha256"][:16] + "…",
     }
+
+
+def _absorbable(arm: dict) -> str:
+    if arm["residual"] == "linear" and arm["features"] == "own":
+        return "It is affine in each head's own vector, so attention can absorb it."
+    reason = (
+        "a quadratic residual"
+        if arm["residual"] == "quadratic"
+        else f"its {FEATURES[arm['features']]} features"
+    )
+    return f"It is not affine in each head's own vector ({reason}), so it is applied in place. The rule looks at KL32 alone, not at this."
 
 
 def _capital(text: str) -> str:

@@ -16,9 +16,11 @@ def front_facts(records: dict[str, dict], prefix_tokens: int) -> dict[str, str]:
         "prompts": count(quality["paths"]["native"]["prompts"]),
         "prefix": f"{prefix_tokens}",
         "fidelity": paired_verdict("learned", quality["paired"]["learned-direct"]),
-        "time": times_said["resident_verdict"],
-        "cold": f"Counting the source's own prefill too: {times_said['learned_cold']}, which "
-        f"{times_said['cold_ratio']}.",
+        "time": f"{times_said['resident_verdict']} Direct reuse takes {times_said['direct_resident']}: the better fidelity "
+        "has its price, and the chart shows both.",
+        "cold": f"Counting the source's own prefill too: {times_said['learned_cold']} "
+        f"({times_said['cold_longest']}), which {times_said['cold_ratio']}.",
+        "learned_mode": times_said["learned_mode"],
         "corpus": f"{pair['corpus']['source'].rstrip('.')} (licence: {pair['corpus']['licence']})",
     }
 

@@ -10,6 +10,7 @@ from kvlib.report.wording import (
     milliseconds,
     number,
     p_value,
+    plural,
     ratio,
     signed,
     signed_percent,
@@ -38,7 +39,7 @@ def final_facts(final: dict) -> dict[str, str]:
         + (
             "A few hard prompts carry much of the mean."
             if learned.get("median") and learned["mean"] > 1.15 * learned["median"]
-            else "Mean and median lie close together."
+            else "No few prompts carry the mean."
         )
     )
     facts["opened"] = f"The final prompts have been opened {times(final['opened'])} for this run."
@@ -50,9 +51,23 @@ def final_facts(final: dict) -> dict[str, str]:
         f"Controls, in the same unit: {join(controls)} nats. A path that did no better than these would "
         "carry no information."
         if controls
-        else "No controls were run."
+        else "This version runs no controls (another prompt's cache, an empty one): how much of the gain needs the right "
+        "content is not shown here."
     )
     return facts
+
+
+def step_facts(steps) -> dict[str, str]:
+    """How KL moves from the first forced step to the last, under the first forcing there is."""
+    one = steps[steps["forcing"] == steps["forcing"].iloc[0]]
+    mean = one.groupby(["path", "step"])["kl"].mean()
+    said = []
+    for path in ("direct", "learned"):
+        first, last = mean[path].iloc[0], mean[path].iloc[-1]
+        said.append(f"{number(first, 3)} to {number(last, 3)} for the {path_label(path)}")
+    falls = all(mean[path].iloc[0] > mean[path].iloc[-1] for path in ("direct", "learned"))
+    word = "It fades here" if falls else "It does not simply fade here"
+    return {"step_change": f"{word}: from the first forced step to the last, mean KL goes from {join(said)}."}
 
 
 def paired_verdict(path: str, result: dict) -> str:
@@ -96,12 +111,15 @@ def latency_facts(latency: dict) -> dict[str, str]:
     times_ms = median_times(latency, longest)
     native = times_ms["native", "resident"]
     repeats = {
-        t: [
-            r["repetitions"]
-            for r in latency["rows"]
-            if r["prefix_tokens"] == t and r["residency"] == "resident"
-        ]
-        for t in lengths
+        kind: {
+            t: [
+                r["repetitions"]
+                for r in latency["rows"]
+                if r["prefix_tokens"] == t and r["residency"] == kind
+            ]
+            for t in lengths
+        }
+        for kind in ("resident", "cold")
     }
     facts = {
         "device": str(latency["device"]),
@@ -111,7 +129,9 @@ def latency_facts(latency: dict) -> dict[str, str]:
         "longest": f"{longest:,}",
         "shortest": f"{shortest:,}",
         "lengths": count(len(lengths)),
-        "repetitions": join([f"{max(found, default=0)} at {t:,}" for t, found in repeats.items()]),
+        "repetitions": _counts(repeats["resident"]),
+        "cold_repetitions": _counts(repeats["cold"]),
+        "cold_longest": plural(max(repeats["cold"][longest], default=0), "repetition"),
         "native_longest": milliseconds(native),
         "modes": join(
             sorted({f"{path_label(r['path'])} ({r['mode'].replace('_', ' ')})" for r in latency["rows"]})
@@ -135,12 +155,16 @@ def latency_facts(latency: dict) -> dict[str, str]:
     learned, direct = (times_ms.get((path, "resident")) for path in ("learned", "direct"))
     facts["overhead"] = (
         "On top of direct reuse in the same attention code the correction takes "
-        f"{signed((learned - direct), 1)} ms at {longest:,} tokens."
+        f"{milliseconds(learned - direct)} at {longest:,} tokens."
         if learned is not None and direct is not None
         else "This run has no pair of times to tell the correction's own cost."
     )
     facts["learned_mode"] = _learned_mode(latency)
     return facts
+
+
+def _counts(repeats: dict[int, list[int]]) -> str:
+    return join([f"{max(found, default=0)} at {t:,}" for t, found in repeats.items()])
 
 
 def _learned_mode(latency: dict) -> str:
