@@ -10,6 +10,7 @@ from kvlib.report.wording import (
     milliseconds,
     number,
     p_value,
+    percent,
     plural,
     ratio,
     signed,
@@ -37,9 +38,10 @@ def final_facts(final: dict) -> dict[str, str]:
         f"{number(learned['mean'])}; a tenth of "
         f"the prompts lie above {number(learned.get('q90'))}. "
         + (
-            "A few hard prompts carry much of the mean."
-            if learned.get("median") and learned["mean"] > 1.15 * learned["median"]
-            else "No few prompts carry the mean."
+            f"The mean is {percent(learned['mean'] / learned['median'] - 1)} above the median: a few hard prompts carry part "
+            "of it."
+            if learned.get("median") and learned["mean"] > learned["median"]
+            else "The mean does not lie above the median."
         )
     )
     facts["opened"] = f"The final prompts have been opened {times(final['opened'])} for this run."
