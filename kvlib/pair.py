@@ -41,7 +41,7 @@ class ModelPair:
     @property
     def fingerprint(self) -> str:
         """One hash for both models' weights and geometry, the same in every dtype that holds bfloat16."""
-        return hashlib.sha256((fingerprint(self.source) + fingerprint(self.target)).encode()).hexdigest()
+        return pair_fingerprint(fingerprint(self.source), fingerprint(self.target))
 
 
 def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
@@ -79,6 +79,11 @@ def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
 def first_line(error: Exception) -> str:
     """An error's first line: libraries put advice of many lines behind it."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def pair_fingerprint(source: str, target: str) -> str:
+    """One hash out of the fingerprints of a source and a target."""
+    return hashlib.sha256((source + target).encode()).hexdigest()
 
 
 def fingerprint(model) -> str:

@@ -37,15 +37,6 @@ NO_PROC = resident_bytes() is None
 COUNTS = {"warmups": 2, "repetitions": 6, "cold_repetitions": 3}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small are slower on two, and far slower where the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def maps_for(model, residual: str = "quadratic", seed: int = 0) -> dict:
     shape, generator = Geometry.of(model), torch.Generator().manual_seed(seed)
     size = (shape.layers, shape.heads)

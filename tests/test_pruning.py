@@ -17,15 +17,6 @@ LLAMA3_ROPE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads on tensors this small cost more than they give, many times more on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tiny_llama(**changes) -> LlamaForCausalLM:
     """Random weights large enough that attention and MLP matter; 4 heads of 16 on a hidden width of 48."""
     settings = {

@@ -11,11 +11,10 @@ from kvlib.maps import DirectMap, load_map
 from kvlib.study.describing import commit
 from kvlib.study.freezing import check_manifest, openings, record_opening
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
-from kvlib.study.pairing import load_partitions
+from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_table, write_table
 from kvlib.study.run import Run
-from kvlib.study.screening import pair_fingerprint
 from kvlib.study.statistics import describe, paired
 from kvlib.study.store import PromptStore
 
@@ -46,7 +45,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     store = PromptStore(work, tokens, profile.prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
     store.fill(load_pair_model(run, "source"), target, progress, PREFILL_UNITS)
     maps = {
-        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=pair_fingerprint(pair))
+        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=recorded_fingerprint(pair))
         for name in ("ridge", "learned")
     }
     maps["direct"] = DirectMap()

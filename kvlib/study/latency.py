@@ -8,11 +8,10 @@ from kvlib.latency import memory_bandwidth_gb_s
 from kvlib.maps import load_map
 from kvlib.study.describing import environment
 from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
-from kvlib.study.pairing import load_partitions
+from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
 from kvlib.study.run import Run
-from kvlib.study.screening import pair_fingerprint
 from kvlib.study.timing import crossovers, latency_units, measure_latency, summarise
 
 MAPS = ("ridge", "learned")
@@ -26,7 +25,7 @@ def run_latency(run: Run) -> dict:
         return summary
     started, config, folder = time.time(), run.profile.latency, run.stage("latency")
     files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
-    maps = {name: load_map(file, pair=pair_fingerprint(pair)) for name, file in files.items()}
+    maps = {name: load_map(file, pair=recorded_fingerprint(pair)) for name, file in files.items()}
     prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run))
     progress = Progress("latency", latency_units(config, maps, len(prefixes)))
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")

@@ -10,7 +10,7 @@ import torch
 
 from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
-from kvlib.pair import check_compatible
+from kvlib.pair import check_compatible, pair_fingerprint
 from kvlib.pruning import prune_width
 from kvlib.study.assets import fetch
 from kvlib.study.corpus import (
@@ -136,6 +136,11 @@ def load_partitions(run: Run) -> Partitions:
     return Partitions.from_manifest(
         read_json(run.stage("pair") / "partitions.json"), load_articles(run.stage("pair") / "articles")
     )
+
+
+def recorded_fingerprint(summary: dict) -> str:
+    """`ModelPair.fingerprint` of the run's pair, from the stage's summary: no model is loaded for it."""
+    return pair_fingerprint(summary["source"]["fingerprint"], summary["target"]["fingerprint"])
 
 
 def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress, units: float) -> dict | None:

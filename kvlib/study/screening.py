@@ -1,6 +1,5 @@
 """Stage 01: train every arm, rank by validation KL32, then look at checkpoints and scales of the best."""
 
-import hashlib
 import time
 
 import pandas as pd
@@ -13,7 +12,7 @@ from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms, slices
 from kvlib.study.learning import Task, Trainer
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
-from kvlib.study.pairing import load_partitions
+from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
@@ -23,13 +22,6 @@ from kvlib.study.store import PromptStore, WindowStore
 
 # What the parts cost, in training steps, so that the time left can be told; measured on two cores.
 WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
-
-
-def pair_fingerprint(summary: dict) -> str:
-    """The pair's hash from the two models' in the pair stage's summary; equals `ModelPair.fingerprint`."""
-    return hashlib.sha256(
-        (summary["source"]["fingerprint"] + summary["target"]["fingerprint"]).encode()
-    ).hexdigest()
 
 
 def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Trainer, Scorer]:
@@ -60,7 +52,7 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
     training_target = load_pair_model(run, "target", dtype)
     store.fill(source.to(dtype), training_target, progress, WINDOW_STEPS)
     del source
-    fingerprint_of_pair = pair_fingerprint(pair)
+    fingerprint_of_pair = recorded_fingerprint(pair)
     ridge = _ridge(
         folder / f"ridge-{data_key}.safetensors", store, profile.screening.ridge_penalty, fingerprint_of_pair
     )
