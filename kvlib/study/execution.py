@@ -32,7 +32,7 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import NOTEBOOKS, ROOT, STAGES, home
+from kvlib.study.run import EXTRA, NOTEBOOKS, ROOT, STAGES, home, sequence
 
 SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
@@ -69,9 +69,14 @@ def scripts() -> dict[str, Path]:
     return {path.stem: path for path in sorted(SCRIPTS.glob("[0-9]*.py"))}
 
 
+def extra_scripts() -> dict[str, Path]:
+    """Those that the ordinary run leaves out: each has a command of its own."""
+    return {NOTEBOOKS[stage]: SCRIPTS / f"{NOTEBOOKS[stage]}.py" for stage in EXTRA}
+
+
 def script_of(name: str) -> Path:
-    """A notebook by name (`01_screening`), file or number. Raises KvlibError for an unknown one."""
-    known = scripts()
+    """A notebook by name (`01_screening`, `evidence`), file or number. Raises KvlibError for an unknown one."""
+    known = scripts() | extra_scripts()
     wanted = Path(name).stem
     found = [
         stem
@@ -250,7 +255,7 @@ def _records_key(name: str, run: str) -> dict[str, str]:
     """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
-    paths = [folder / "run.json", *(folder / s / "summary.json" for s in STAGES[: STAGES.index(stage) + 1])]
+    paths = [folder / "run.json", *(folder / s / "summary.json" for s in sequence(stage))]
     return {str(path.relative_to(folder)): sha256_file(path) for path in paths if path.exists()}
 
 
@@ -273,7 +278,7 @@ def running_state(run: str) -> dict | None:
 def write_notebooks(folder: Path) -> list[Path]:
     """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command."""
     written = []
-    for name, script in scripts().items():
+    for name, script in (scripts() | extra_scripts()).items():
         notebook = read_script(script)
         written.append(
             write_atomically(

@@ -28,10 +28,9 @@ def model_files(run: Run) -> dict[str, str]:
 
 
 def profile_hash(run: Run) -> str:
-    """Of everything that the final evaluation depends on: not latency, nor how many prompts go through at a time."""
-    return hash_json(
-        run.profile.model_dump(mode="json", exclude={"latency": True, "evaluation": {"batch_prompts"}})
-    )
+    """Of everything that the final evaluation depends on: not what comes after it, nor how many prompts go through at a time."""
+    apart = {"latency": True, "evidence": True, "evaluation": {"batch_prompts"}}
+    return hash_json(run.profile.model_dump(mode="json", exclude=apart))
 
 
 def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
@@ -125,13 +124,12 @@ def ledger(run: Run) -> Path:
     return run.stage("frozen_evaluation") / "ledger.jsonl"
 
 
-def openings(run: Run) -> list[dict]:
-    """Every opening of the final prompts in this run, oldest first."""
-    return read_lines(ledger(run))
+def openings(run: Run, purpose: str = "final") -> list[dict]:
+    """Every opening of the final prompts in this run, oldest first; a line that names no purpose is of the evaluation."""
+    return [line for line in read_lines(ledger(run)) if line.get("purpose", "final") == purpose]
 
 
-def record_opening(run: Run, manifest_hash: str) -> None:
+def record_opening(run: Run, manifest_hash: str, purpose: str = "final") -> None:
     """Append one opening. A killed stage that goes on under the same manifest and settings is the same opening."""
-    append_line(
-        ledger(run), {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()}
-    )
+    line = {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()}
+    append_line(ledger(run), line | ({} if purpose == "final" else {"purpose": purpose}))

@@ -156,6 +156,19 @@ class Latency(Strict):
     memory: bool = True
 
 
+class Evidence(Strict):
+    """What is asked of the frozen map after the final evaluation. `prompts` is per length, in the order of `prefix_tokens`.
+
+    windows: how many of confirm_train's a training sees; steps: where the training on all of them is looked at. All
+    windows and the last step are always among them, and counts that the run does not have are left out.
+    """
+
+    prefix_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
+    prompts: list[Count]
+    windows: Annotated[list[Count], Field(min_length=1)]
+    steps: Annotated[list[Count], Field(min_length=1)]
+
+
 class Profile(Strict):
     name: Name
     label: str
@@ -169,6 +182,22 @@ class Profile(Strict):
     confirmation: Confirmation
     evaluation: Evaluation
     latency: Latency
+    evidence: Evidence
+
+    @model_validator(mode="after")
+    def _evidence(self):
+        for name in ("prefix_tokens", "windows", "steps"):
+            values = getattr(self.evidence, name)
+            if sorted(set(values)) != values:
+                raise ValueError(
+                    f"evidence.{name} is {values}, expected different counts, the smallest first"
+                )
+        if len(self.evidence.prompts) != len(self.evidence.prefix_tokens):
+            raise ValueError(
+                f"evidence.prompts has {len(self.evidence.prompts)} entries, expected {len(self.evidence.prefix_tokens)}, one for "
+                "each of evidence.prefix_tokens"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self):

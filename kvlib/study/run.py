@@ -16,6 +16,10 @@ STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 NOTEBOOKS = dict(
     zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
 )
+EXTRA = {
+    "evidence": "frozen_evaluation"
+}  # stages outside the sequence, and the stage each of them comes after
+NOTEBOOKS |= {stage: stage for stage in EXTRA}
 FORMAT = 1  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
@@ -33,6 +37,7 @@ DEPENDS = {
     "confirmation": ("confirmation",),
     "frozen_evaluation": ("evaluation",),
     "latency": ("latency",),
+    "evidence": ("evidence",),
 }
 
 # What a stage leaves beside its summary; without one of these it is not finished.
@@ -42,7 +47,23 @@ OUTPUTS = {
     "confirmation": ("manifest.json", "learned.safetensors", "ridge.safetensors", "validation.parquet"),
     "frozen_evaluation": ("prompts.parquet", "steps.parquet", "ledger.jsonl"),
     "latency": ("raw.parquet", "memory.parquet"),
+    "evidence": (
+        "lengths.parquet",
+        "learning.parquet",
+        "ablation.parquet",
+        "singular_values.parquet",
+        "size.parquet",
+        "ridge.parquet",
+    ),
 }
+
+
+def sequence(stage: str) -> tuple[str, ...]:
+    """A stage after all those that come before it; an extra stage after the part of the sequence that it needs."""
+    if stage in EXTRA:
+        return (*sequence(EXTRA[stage]), stage)
+    return STAGES[: STAGES.index(stage) + 1]
+
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
@@ -121,7 +142,7 @@ class Run:
 
     def key(self, stage: str) -> str:
         """Hash of everything in the profile that the stage's records depend on, earlier stages included."""
-        upstream = STAGES[: STAGES.index(stage)]
+        upstream = sequence(stage)[:-1]
         if stage == "latency":  # needs the frozen map, not the final evaluation
             upstream = tuple(s for s in upstream if s != "frozen_evaluation")
         keys = [key for name in (*upstream, stage) for key in DEPENDS[name]]

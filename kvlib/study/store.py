@@ -1,5 +1,6 @@
 """Caches computed once: training windows in memory-mapped files, prompts with their references in safetensors."""
 
+import copy
 import mmap
 import os
 from pathlib import Path
@@ -99,6 +100,17 @@ class WindowStore:
         cache.check_finite("a model")
         for layer, (k, v) in enumerate(zip(cache.keys, cache.values)):
             place[part, layer, 0], place[part, layer, 1] = k.cpu(), v.cpu()
+
+    def first(self, count: int) -> "WindowStore":
+        """The first `count` windows as a store of their own, over the same files: for reading, not to be filled."""
+        if not 1 <= count <= len(self.windows):
+            raise KvlibError(
+                f"the first {count} windows asked of {len(self.windows)}: ask for 1 to {len(self.windows)}"
+            )
+        view = copy.copy(self)
+        for name in ("windows", "source", "target", "hidden"):
+            setattr(view, name, getattr(self, name)[:count])
+        return view
 
     def batch(self, chosen: list[int], cuts: list[int], steps: int, *, with_target: bool) -> Batch:
         """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced."""

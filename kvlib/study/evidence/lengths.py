@@ -1,0 +1,149 @@
+"""The frozen maps at other prefix lengths: prompts cut from the final articles, scored a few at a time, each part kept."""
+
+import random
+from itertools import zip_longest
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from kvlib.cache import prefill
+from kvlib.divergence import oracle_reference, path_divergence
+from kvlib.maps import CacheMap
+from kvlib.study.evidence.keeping import kept_scores
+from kvlib.study.models import load_pair_model
+from kvlib.study.partitions import content_tokens, encode
+from kvlib.study.progress import Progress
+from kvlib.study.records import hash_json
+from kvlib.study.run import Run
+from kvlib.study.statistics import describe, paired
+
+PATHS = ("direct", "ridge", "learned")
+TEXT_CHARACTERS = 200  # of a prompt's end, kept for people to read
+TOKENS_AT_ONCE = 4096  # prefix positions in one batch: bounds the memory at every length
+COLUMNS = ["prefix_tokens", "path", "prompt", "article", "kl32", "top1", "text"]
+
+
+def length_units(prefix_tokens: int) -> float:
+    """What one prompt costs, in training steps: two prefills, the oracle's decoding and three paths; on two cores."""
+    thousands = prefix_tokens / 1024
+    return thousands * (5 + 0.6 * thousands) + 1.2
+
+
+def length_prompts(
+    articles: list[tuple[str, list[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    prefix_tokens: int,
+    count: int,
+    seed: int,
+) -> tuple[torch.Tensor, list[str]]:
+    """(token ids (N, prefix_tokens), the article of each), N <= count: fewer where the articles have no room for more.
+
+    Args:
+        articles: title and token ids of each. seed: draws which of an article's spans come first.
+
+    Spans of an article lie side by side; articles take turns, so that any first part is spread over them.
+    """
+    content, bos = content_tokens(tokenizer, prefix_tokens)
+    slots = []
+    for title, ids in articles:
+        starts = list(range(0, len(ids) - content + 1, content))
+        random.Random(f"{seed}/evidence/{prefix_tokens}/{title}").shuffle(starts)
+        slots.append([(title, bos + ids[start : start + content]) for start in starts])
+    drawn = [slot for turn in zip_longest(*slots) for slot in turn if slot is not None][:count]
+    ids = torch.tensor([ids for _, ids in drawn], dtype=torch.int64).reshape(len(drawn), prefix_tokens)
+    return ids, [title for title, _ in drawn]
+
+
+def measure_lengths(
+    run: Run, articles: list, tokenizer, maps: dict[str, CacheMap], work: Path, progress: Progress
+) -> pd.DataFrame:
+    """One row per length, path and prompt (`COLUMNS`); the source and the target are loaded only where scores are missing.
+
+    Args:
+        articles: of the final partition, with `title` and `text`. maps: one for each of `PATHS`. work: for what is kept.
+    """
+    settings, steps = run.profile.evidence, run.profile.prompt.forced_steps
+    encoded = [(article.title, encode(tokenizer, article.text)[0]) for article in articles]
+    models, tables = {}, []
+
+    def model(role: str):
+        if role not in models:
+            models[role] = load_pair_model(run, role)
+        return models[role]
+
+    for length, wanted in zip(settings.prefix_tokens, settings.prompts):
+        tokens, titles = length_prompts(encoded, tokenizer, length, wanted, run.profile.seed)
+        progress.skip((wanted - len(tokens)) * length_units(length))
+        size = min(run.profile.evaluation.batch_prompts, max(1, TOKENS_AT_ONCE // length))
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
+            prompts = range(start, start + len(part))
+            name = f"length-{length:05d}-{start:04d}-{hash_json([part.tolist(), steps])[:10]}.parquet"
+            scores = kept_scores(
+                work / name, prompts,
+                lambda part=part, start=start: score_batch(model("source"), model("target"), part, steps, maps, start),
+                progress, len(part) * length_units(length),
+                f"{length} tokens, prompt {prompts.stop} of {len(tokens)}", PATHS,
+            )  # fmt: skip
+            tables.append(
+                scores.assign(
+                    prefix_tokens=length,
+                    article=[titles[i] for i in scores["prompt"]],
+                    text=[tokenizer.decode(tokens[i].tolist())[-TEXT_CHARACTERS:] for i in scores["prompt"]],
+                )
+            )
+    whole = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
+    return whole[COLUMNS]
+
+
+@torch.no_grad()
+def score_batch(
+    source, target, prompts: torch.Tensor, steps: int, maps: dict[str, CacheMap], start: int
+) -> pd.DataFrame:
+    """Path by path along native's greedy tokens: path, prompt, kl32, top1. prompts: (B, T); the first has number `start`."""
+    prefix = prefill(source, prompts[:, :-1])
+    reference = oracle_reference(target, prompts, steps)
+    frames = []
+    for name in PATHS:
+        found = path_divergence(target, prefix, maps[name], reference)
+        frames.append(
+            pd.DataFrame(
+                {
+                    "path": name,
+                    "prompt": range(start, start + len(prompts)),
+                    "kl32": found.kl.double().mean(-1).tolist(),
+                    "top1": found.agree.double().mean(-1).tolist(),
+                }
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def summarise_lengths(table: pd.DataFrame, prefix_tokens: list[int], seed: int) -> list[dict]:
+    """An entry for each of `prefix_tokens`, from lengths.parquet; nulls and a note where there are too few prompts."""
+    return [_summarise_length(table[table["prefix_tokens"] == n], n, seed) for n in prefix_tokens]
+
+
+def _summarise_length(table: pd.DataFrame, prefix_tokens: int, seed: int) -> dict:
+    by_path = {name: table[table["path"] == name].sort_values("prompt") for name in PATHS}
+    paths = {}
+    for name, rows in by_path.items():
+        found = describe(rows["kl32"].tolist())
+        found.pop("n")
+        paths[name] = {"kl32": found, "top1": float(rows["top1"].mean()) if len(rows) else None}
+    direct = by_path["direct"]["kl32"].to_numpy(dtype=float)
+    clusters = by_path["direct"]["article"].tolist()
+    return {
+        "prefix_tokens": prefix_tokens,
+        "prompts": len(direct),
+        "articles": len(set(clusters)),
+        "paths": paths,
+        "paired": {
+            f"{name}-direct": paired(
+                by_path[name]["kl32"].to_numpy(dtype=float) - direct, clusters, seed=seed, baseline=direct
+            )
+            for name in ("learned", "ridge")
+        },
+    }
