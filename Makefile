@@ -8,10 +8,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 KVLIB = .venv/bin/python -m kvlib
 
 .DEFAULT_GOAL := help
-.PHONY: help book test notebooks fetch setup setup-test python clean distclean
+.PHONY: help book evidence test notebooks fetch setup setup-test python clean distclean
 
 help:
 	@echo "make book                 environment, assets, the five notebooks, the book (PROFILE=laptop|quick|smoke, RUN=name)"
+	@echo "make evidence             what the frozen map of a finished run is worth elsewhere, and why; then the book (PROFILE, RUN)"
 	@echo "make test                 environment, then every test; offline once installed"
 	@echo "make notebooks            the notebooks as .ipynb files in $(OUT), for JupyterLab and papermill's own command"
 	@echo "make fetch                only download the model and the text, and check their hashes"
@@ -21,6 +22,9 @@ help:
 
 book: setup
 	@$(KVLIB) run --profile $(PROFILE) $(if $(RUN),--run $(RUN))
+
+evidence: setup
+	@$(KVLIB) evidence $(if $(RUN),$(RUN),--profile $(PROFILE))
 
 test: setup-test
 	@$(KVLIB) fetch

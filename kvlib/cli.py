@@ -128,6 +128,35 @@ def run(
 
 
 @app.command()
+def evidence(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="the run's name; the profile's when left out", autocompletion=_run_names),
+    ] = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Ask more of the frozen map of a run that is finished, then build its book again."""
+    from kvlib.study import execution
+    from kvlib.study.profile import load_profile
+    from kvlib.study.records import run_lock
+    from kvlib.study.run import NOTEBOOKS
+
+    run = load_profile(profile or "laptop").name if run is None else run
+    folder = _existing_run(run)
+    profile = profile or _profile_of(run)
+    if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
+        profile = os.path.relpath(profile, execution.home())
+    started, script = time.monotonic(), execution.script_of(NOTEBOOKS["evidence"])
+    with run_lock(folder):
+        execution.remove_leftovers(run)
+        say(f"[{script.stem}] …")
+        done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
+        took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
+        say(f"[{script.stem}]: {took}")
+        _build(run, f"everything took {duration(time.monotonic() - started)}")
+
+
+@app.command()
 def book(run: RunArgument) -> None:
     """Build the book of a run that is finished."""
     from kvlib.study.records import run_lock
@@ -185,12 +214,12 @@ def profiles() -> None:
 @app.command()
 def status(run: RunArgument) -> None:
     """Say which stages of a run are done, how long they took, and what is left."""
-    from kvlib.study.run import NOTEBOOKS, STAGES, Run
+    from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run
 
     folder = _existing_run(run)
     opened = Run.open(_profile_of(run), run, results=folder.parent)
     rows = []
-    for stage in STAGES:
+    for stage in (*STAGES, *(extra for extra in EXTRA if (folder / extra).exists())):
         summary = opened.finished(stage)
         if summary:
             state, took = "done", duration(summary["duration_s"])

@@ -59,7 +59,9 @@ def test_params_says_what_the_parameters_cell_says(kvlib):
         assert parameter.meaning and rows[name].endswith(parameter.meaning)
 
 
-@pytest.mark.parametrize("script", execution.scripts().values(), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script", [*execution.scripts().values(), *execution.extra_scripts().values()], ids=lambda path: path.stem
+)
 def test_every_parameter_of_a_notebook_is_seen_by_papermill_and_explained(script):
     source = next(c.source for c in jupytext.read(script).cells if "parameters" in c.metadata.get("tags", []))
     assigned = [line.split("=")[0].split(":")[0].strip() for line in source.splitlines() if "=" in line]
@@ -73,7 +75,7 @@ def test_notebooks_keep_their_tags_on_the_way_out(kvlib, tmp_path):
     status, out, _ = kvlib("notebooks", str(tmp_path / "out"))
     assert status == 0
     written = [Path(line) for line in out.splitlines()]
-    assert [path.stem for path in written] == list(execution.scripts())
+    assert [path.stem for path in written] == [*execution.scripts(), *execution.extra_scripts()]
     for path in written:
         assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
         assert list(inspect_notebook(path)) == list(script_parameters(execution.script_of(path.stem)))

@@ -62,11 +62,11 @@ def measure_learning(
 
     def score_map(axis: str, value: int, windows: int, step: int, load) -> None:
         if load is not None:
-            name = f"learned-{windows:05d}-windows-step-{step:05d}"
+            name = f"learning-{windows:05d}-windows-step-{step:05d}"
             score(axis, value, name, lambda: load().with_scale(frozen["scale"]))
 
-    score("direct", 0, "direct", DirectMap)
-    score("ridge", 0, "ridge", lambda: trainer.ridge)
+    score("direct", 0, "learning-direct", DirectMap)
+    score("ridge", 0, "learning-ridge", lambda: trainer.ridge)
     counts, last = window_counts(run), run.profile.training.steps
     for count in counts[:-1]:
         part = first_windows(trainer, arm, count, [last], run.stage("evidence") / "arms")

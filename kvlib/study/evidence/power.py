@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import pandas as pd
-from statsmodels.stats.power import TTestPower
+from statsmodels.stats.power import TTestPower, normal_power
 
 from kvlib.study.statistics import paired
 
@@ -39,7 +39,8 @@ def summarise_power(differences: Sequence[float], clusters: Sequence[Hashable]) 
     if found["mean"] is None or found["se"] is None:
         return result | {"effect": found["mean"], "note": found.get("note", "there are too few prompts")}
     result["effect"] = found["mean"]
-    result["sd"] = sd = float(np.std(differences, ddof=1))
+    # equal numbers have a spread of exactly zero, whatever their mean is rounded to
+    result["sd"] = sd = float(np.std(differences, ddof=1)) if np.ptp(differences) > 0 else 0.0
     if sd == 0:
         return result | {"note": "all differences are equal: a spread of zero has no power to be told"}
     notes = []
@@ -75,7 +76,8 @@ def power(size: float, prompts: float) -> float | None:
     if prompts < FEWEST:
         return None
     found = float(TTestPower().power(size, prompts, ALPHA))
-    return found if math.isfinite(found) else None
+    # scipy's noncentral t has no value far out, where power is 1 to many digits: the normal one does as well there
+    return found if math.isfinite(found) else float(normal_power(size, prompts, ALPHA))
 
 
 def needed_prompts(size: float, wanted: float) -> float | None:

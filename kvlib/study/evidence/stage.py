@@ -78,7 +78,7 @@ def run_evidence(run: Run) -> dict:
     write_table(folder / "singular_values.parquet", singular_values(maps["learned"]))
     prefixes = [prefix for prefix, _ in scorer.batches]
     write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
-    quality = work / "ridge.parquet"
+    quality = work / "quality.parquet"
     if quality.exists():
         progress.skip(validation * QUALITY_STEPS)
     else:
