@@ -19,9 +19,9 @@ app = typer.Typer(
 
 
 def _notebook_names(incomplete: str) -> list[str]:
-    from kvlib.study.execution import scripts
+    from kvlib.study.execution import extra_scripts, scripts
 
-    return [name for name in scripts() if name.startswith(incomplete)]
+    return [name for name in (*scripts(), *extra_scripts()) if name.startswith(incomplete)]
 
 
 def _profile_names(incomplete: str) -> list[str]:

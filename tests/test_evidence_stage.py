@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from kvlib import KvlibError
+from kvlib import KvlibError, cli
 from kvlib.study import execution, learning
 from kvlib.study.evidence import learning as curves
 from kvlib.study.evidence import lengths, run_evidence, stage
@@ -24,6 +25,7 @@ from kvlib.study.run import EXTRA, OUTPUTS, STAGES
 from kvlib.study.scoring import Scorer
 from kvlib.study.screening import prepare
 from kvlib.study.stages import open_run, run_frozen_evaluation
+from kvlib.terminal import run_app
 
 SCRIPT = """
 import sys
@@ -357,14 +359,41 @@ def test_the_ordinary_run_leaves_its_notebook_out_and_its_name_finds_it():
     assert script.stem == "evidence" and script.exists() and not script.stem[0].isdigit()
 
 
-def test_the_notebook_runs_once_and_is_found_unchanged(finished, monkeypatch, tmp_path):
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Runs a command in this process with `tmp_path` as home, the book left out; gives (status, all that was said)."""
     monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
-    (tmp_path / "results").mkdir()
-    finished.folder.rename(tmp_path / "results" / "smoke")
-    script = execution.script_of("evidence")
-    done = execution.run_notebook(script, "smoke", "smoke", {})
-    assert done.ran and done.path == tmp_path / "results" / "smoke" / "notebooks" / "evidence.ipynb"
-    assert not execution.run_notebook(script, "smoke", "smoke", {}).ran
-    summary = tmp_path / "results" / "smoke" / "evidence" / "summary.json"
-    write_json(summary, {**read_json(summary), "duration_s": 99.0})
-    assert execution.run_notebook(script, "smoke", "smoke", {}).ran
+    monkeypatch.setattr(cli, "_build", lambda run, note="": print(f"the book of {run} would be built"))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as left:
+            run_app(cli.app, list(arguments))
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out + said.err
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_runs_the_notebook_once_then_builds_the_book(evaluated, command, tmp_path):
+    home = tmp_path / "results" / "smoke"
+    shutil.copytree(evaluated / "smoke", home)
+    status, said = command("evidence", "smoke")
+    assert status == 0 and "[evidence]: done in" in said and "the book of smoke would be built" in said
+    notebook, summary = home / "notebooks" / "evidence.ipynb", home / "evidence" / "summary.json"
+    assert notebook.exists() and summary.exists()
+    assert "nothing has changed since it was run" in command("evidence", "--profile", "smoke")[1]
+    assert "evidence" in command("status", "smoke")[1]
+    write_json(summary, {**read_json(summary), "label": "edited"})
+    assert "done in" in command("evidence", "smoke")[1]
+
+
+def test_the_command_refuses_a_run_that_is_not_there_or_not_far_enough(evaluated, command, tmp_path):
+    status, said = command("evidence", "nothing")
+    assert status == 2 and "there is no run 'nothing'" in said
+    home = tmp_path / "results" / "smoke"
+    shutil.copytree(evaluated / "smoke", home, ignore=shutil.ignore_patterns("frozen_evaluation"))
+    status, said = command("evidence", "smoke")
+    assert status == 2 and "needs stage frozen_evaluation, which has not been run" in said
