@@ -20,7 +20,7 @@ def pair_facts(pair: dict) -> dict[str, str]:
         made = f"The source is {source['name']} as it is published; nothing was pruned."
     else:
         made = (
-            f"The source was made from the target in {duration(pruning['seconds'])}, out of "
+            f"The source was made from the target in {duration(pair['pruning_seconds'])}, out of "
             f"{pruning['calibration_tokens']:,} "
             f"calibration tokens. It keeps {percent(pruning['body_parameters_kept'])} of the parameters "
             "outside the embeddings, and the "
