@@ -21,7 +21,7 @@ from kvlib.study.screening import (
     scored_table,
     stage_gates,
 )
-from kvlib.study.selection import freeze, mean_kl32, median_seed
+from kvlib.study.selection import freeze, mean_kl32, median_seed, why_frozen
 
 
 def run_confirmation(run: Run) -> dict:
@@ -65,7 +65,8 @@ def run_confirmation(run: Run) -> dict:
         whole = all(entry["status"] == "finished" for entry in runs)
         records.append(
             {
-                "id": arm.id, "checkpoint_step": step, "scale": scale, "parameters": trained["parameters"], "runs": runs,
+                "id": arm.id, "checkpoint_step": step, "scale": scale,
+                "parameters": trained["parameters"], "absorbable": arm.absorbable, "runs": runs,
                 "mean_kl32": mean_kl32({"runs": runs}) if whole else None, "median_seed": median_seed(runs) if whole else None,
             }
         )  # fmt: skip
@@ -88,16 +89,10 @@ def run_confirmation(run: Run) -> dict:
         folder / "validation.parquet",
         pd.concat([t.assign(arm=n, article=scorer.articles) for n, t in tables.items()], ignore_index=True),
     )
-    others = [
-        entry["mean_kl32"] for entry in records if entry["id"] != name and entry["mean_kl32"] is not None
-    ]
-    why = f"mean KL32 {record['mean_kl32']:.5f} over {len(seeds)} seeds" + (
-        f" against {others[0]:.5f}" if others else ""
-    )
     frozen = {
         "arm": name, "seed": seed, "checkpoint_step": record["checkpoint_step"], "scale": record["scale"],
         "parameters": record["parameters"], "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size,
-        "why": f"{why}; the median of its seeds is {seed}",
+        "why": why_frozen(records, name, seed),
     }  # fmt: skip
     manifest_hash, weights = freeze_manifest(run, frozen, list(maps))
     return run.publish(

@@ -189,7 +189,7 @@ def _absorbable(arm: dict) -> str:
         if arm["residual"] == "quadratic"
         else f"its {FEATURES[arm['features']]} features"
     )
-    return f"It is not affine in each head's own vector ({reason}), so it is applied in place. The rule looks at KL32 alone, not at this."
+    return f"It is not affine in each head's own vector ({reason}), so it is applied in place."
 
 
 def _capital(text: str) -> str:
