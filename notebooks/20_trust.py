@@ -82,7 +82,8 @@ show_table(
 # %% tags=["hide-input"]
 show(
     figures.controls(final),
-    "One row per path and control, closest to native at the bottom; the dotted line is direct reuse. Shuffled"
+    "One row per path and control, closest to native on top; native itself has 0, which no logarithmic axis"
+    " shows, and stands at the edge. The dotted line is direct reuse. Shuffled"
     " positions: every key is turned to another position's rotation, since permuting the rows of a cache"
     " alone changes nothing that attention can see. Random: drawn with each head's own mean and covariance"
     " over the prompt's positions.",

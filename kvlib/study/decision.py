@@ -10,6 +10,12 @@ DECISION_RULE = DATA / "decision_rule.md"
 SIGNIFICANCE = 0.05
 NOISE_FACTOR = 10
 CONTENT_SHARE = 0.5
+CRITERIA = (
+    "normal interval",
+    "bootstrap interval",
+    "interval clustered by article",
+    "Wilcoxon test after Holm",
+)
 EMPTY_CONTROLS = ("other_prompt", "random_moments", "zeros")
 
 
@@ -46,12 +52,13 @@ def _criteria(paired: dict, sign: int) -> dict[str, bool]:
     if paired["mean"] is not None and paired.get("se_clustered") is not None:
         clustered = normal_interval(paired["mean"], paired["se_clustered"])
     p = paired.get("wilcoxon_p_holm")
-    return {
-        "normal interval": _beyond(paired.get("ci95"), sign),
-        "bootstrap interval": _beyond(paired.get("bca95"), sign),
-        "interval clustered by article": _beyond(clustered, sign),
-        "Wilcoxon test after Holm": p is not None and p < SIGNIFICANCE and paired["mean"] * sign > 0,
-    }
+    held = (
+        _beyond(paired.get("ci95"), sign),
+        _beyond(paired.get("bca95"), sign),
+        _beyond(clustered, sign),
+        p is not None and p < SIGNIFICANCE and paired["mean"] * sign > 0,
+    )
+    return dict(zip(CRITERIA, held, strict=True))
 
 
 def _beyond(interval: list[float] | None, sign: int) -> bool:

@@ -26,7 +26,7 @@ def control_label(name: str) -> str:
 
 
 def controls(final: dict) -> go.Figure:
-    """KL32 of every path and control as one dot per row, the lowest on top; native stands at the left edge."""
+    """KL32 of every path and control as one dot per row, the lowest on top; native, 0, stands at the left edge."""
     rows = []
     for path in ("native", "learned", "direct", "ridge"):
         found = headline(final)["paths"][path]
@@ -59,7 +59,7 @@ def controls(final: dict) -> go.Figure:
     figure = finish(
         figure,
         "Final prompts: mean KL32 (nats per token, logarithmic) of the paths and of the controls",
-        x="KL32 (nats per token, logarithmic); native's is 0 and stands at the edge",
+        x="KL32 (nats, logarithmic; native: 0)",
         height=170 + 34 * len(rows),
     )
     figure.update_xaxes(**log_axis([edge, high], pad=0.12))

@@ -71,7 +71,9 @@ def _times(gain: float, noise: float) -> str:
     if noise <= 0:
         return "not comparable with it, since the floor is not above zero"
     factor = gain / noise
-    return f"{factor:,.0f} times that" if factor >= 1.5 else "not larger than that"
+    if factor < 1.5:
+        return "not larger than that"
+    return f"{factor:.0f} times that" if factor < 1000 else "more than a thousand times that"
 
 
 def canary_sentence(final: dict) -> str:

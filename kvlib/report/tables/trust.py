@@ -3,11 +3,17 @@
 import pandas as pd
 
 from kvlib.report.figures.trust import control_label
-from kvlib.report.palette import path_label
+from kvlib.report.palette import PATHS, path_label
 from kvlib.report.summaries import main_forcing
 from kvlib.study.controls import CONTROLS, NOISE
+from kvlib.study.decision import CRITERIA
 
 STAGE_NAMES = {"frozen_evaluation": "final evaluation"}
+
+
+def _in_order(found: dict, order) -> list[tuple[str, object]]:
+    """A record's entries in the order in which a page names them: JSON keeps them by the alphabet."""
+    return [(name, found[name]) for name in order if name in found]
 
 
 def gates(records: dict[str, dict]) -> pd.DataFrame:
@@ -44,7 +50,7 @@ def noise(final: dict) -> pd.DataFrame:
             "first step, KL (nats)": entry["step1"]["kl"]["mean"],
         }
         for forcing, found in final["forcing"].items()
-        for name, entry in found["noise"].items()
+        for name, entry in _in_order(found["noise"], NOISE)
     ]
     return pd.DataFrame(rows)
 
@@ -60,7 +66,7 @@ def first_step(final: dict) -> pd.DataFrame:
             "top-1 at step 1": entry["top1"],
         }
         for forcing, found in final["forcing"].items()
-        for path, entry in found["step1"].items()
+        for path, entry in _in_order(found["step1"], PATHS)
     ]
     return pd.DataFrame(rows)
 
@@ -69,7 +75,7 @@ def controls(final: dict) -> pd.DataFrame:
     """Every control under every forcing, with its paired difference from direct reuse."""
     rows = []
     for forcing, found in final["forcing"].items():
-        for name, entry in found["controls"].items():
+        for name, entry in _in_order(found["controls"], CONTROLS):
             low, high = entry["paired"].get("ci95") or (None, None)
             rows.append(
                 {
@@ -93,9 +99,10 @@ def controls(final: dict) -> pd.DataFrame:
 def decision(final: dict) -> pd.DataFrame:
     """The rule's criteria, one row each."""
     found = final["decision"]
-    rows = [("primary comparison", name, held) for name, held in found["criteria"].items()]
+    rows = [("primary comparison", name, held) for name, held in _in_order(found["criteria"], CRITERIA)]
     rows += [
-        ("needs the right content", control_label(name), held) for name, held in found["content"].items()
+        ("needs the right content", control_label(name), held)
+        for name, held in _in_order(found["content"], CONTROLS)
     ]
     rows.append(("exceeds the noise", "ten times native in two parts", found["exceeds_noise"]))
     return pd.DataFrame(
