@@ -23,7 +23,7 @@ seeds = None  # type: list[int] training seeds of every finalist, such as [11, 1
 from kvlib.report import figures, tables
 from kvlib.report.prose import confirmation_facts
 from kvlib.report.renderer import glue_facts, show, use_book_renderer
-from kvlib.study.records import read_json
+from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_confirmation
 
 use_book_renderer()
@@ -31,7 +31,7 @@ study = open_run(profile, run, results=results, **{"confirmation.seeds": seeds})
 confirmation = run_confirmation(study)
 
 # %% tags=["remove-cell"]
-screening = read_json(study.folder / "screening" / "summary.json")
+screening = read_summary(study.stage("screening"))
 glue_facts(confirmation_facts(confirmation, screening))
 
 # %% [markdown]

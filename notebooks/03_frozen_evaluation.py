@@ -22,7 +22,7 @@ batch_prompts = None  # type: int prompts per batch; a finished batch is never r
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
 from kvlib.report.prose import final_facts, step_facts
-from kvlib.report.renderer import glue_facts, show, use_book_renderer
+from kvlib.report.renderer import glue_facts, show, show_table, use_book_renderer
 from kvlib.report.summaries import main_forcing
 from kvlib.study.records import read_table
 from kvlib.study.stages import open_run, run_frozen_evaluation
@@ -65,7 +65,8 @@ show(
 )
 
 # %% [markdown]
-# {glue:text}`tail` {glue:text}`controls`
+# {glue:text}`tail` What caches without the right content would score stands in
+# [Can this be trusted?](20_trust).
 #
 # Forced along the text's own continuation instead of native's greedy choice, the picture is this:
 # {glue:text}`text_learned_verdict` Greedy text is what a model finds easy to predict, so the two forcings
@@ -99,6 +100,19 @@ show(
 # {glue:text}`oracle_learned_tests` Prompts from one article are not independent of each other, which is what
 # the clustered error allows for.
 #
+# ## Where it does harm
+#
+# {glue:text}`worse` The prompts on which it loses most, with the step at which its most likely token first
+# differs from native's:
+
+# %% tags=["hide-input"]
+show_table(
+    tables.worst(prompts, steps, final),
+    "The five prompts with the largest difference, worst first; where the difference is negative the correction"
+    " did no harm even there. Steps are forced, so a token that differs is not followed.",
+)
+
+# %% [markdown]
 # ## Step by step
 #
 # The target's own tokens join the cache as decoding goes on, and they are computed by the target itself. What

@@ -22,13 +22,14 @@ from kvlib.report import figures, tables
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.prose import colophon_facts, front_facts
 from kvlib.report.renderer import glue_chart, glue_facts, glue_tables, show_table, use_book_renderer
-from kvlib.study.records import read_json, read_lines
+from kvlib.study.records import read_lines
+from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run
 
 use_book_renderer()
 study = open_run(profile, run, results=results)
 stages = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
-records = {stage: read_json(study.folder / stage / "summary.json") for stage in stages}
+records = {stage: read_summary(study.stage(stage)) for stage in stages}
 comparison = compare(read_published(), records)
 
 # %% tags=["remove-cell"]

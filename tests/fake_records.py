@@ -7,13 +7,30 @@ import numpy as np
 import pandas as pd
 
 from kvlib.study.arms import all_arms, slices
+from kvlib.study.controls import CONTROLS, NOISE
+from kvlib.study.decision import decision_rule_hash
+from kvlib.study.final_tables import per_prompt, summarise_final
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import append_line, hash_json, write_json, write_table
-from kvlib.study.statistics import describe, paired
+from kvlib.study.statistics import paired
 
 STEPS, PROMPTS, LAYERS = 32, 64, 30
-PATHS = ("native", "direct", "ridge", "learned")
+FORCINGS = ("oracle", "text")
+CONTROL_LEVEL = {"other_prompt": 1.5, "shuffled_positions": 2.1, "random_moments": 3.0, "zeros": 5.1}
+CONTROL_LEVEL |= {"learned_other_prompt": 1.4, "wrong_trained_other_prompt": 1.2} | dict.fromkeys(NOISE, 1e-9)
 LEVEL = {"native": 0.0, "direct": 0.20, "ridge": 0.31, "learned": 0.165}
+GATES = [
+    {
+        "prefix_tokens": 256,
+        "prompts": 4,
+        "comparisons": 82_000_000,
+        "max_abs_difference": {"materialised": 0.0, "in_place": 2e-6, "absorbed": 8e-4},
+        "by_map": {"direct": 8e-4, "ridge": 7e-4},
+        "logit_scale": 19.5,
+        "tolerance": 5e-3,
+        "passed": True,
+    }
+]
 WORDS = [
     "the",
     "of",
@@ -35,6 +52,15 @@ WORDS = [
 ]
 
 
+def write_stage(folder: Path, head: dict, found: dict, **made) -> None:
+    """A stage's two records, as `Run.publish` leaves them."""
+    write_json(
+        folder / "made.json",
+        {"run": folder.parent.name, "created": "2026-01-02T03:04:05+00:00", "duration_s": 321.5, **made},
+    )
+    write_json(folder / "summary.json", json.loads(json.dumps(head | {"files": {}} | found)))
+
+
 def write_fake_run(folder: Path, name: str = "laptop") -> Path:
     """Write all five stages under `folder` and return it. `name` is the profile's."""
     folder, rng = Path(folder), np.random.default_rng(7)
@@ -42,10 +68,7 @@ def write_fake_run(folder: Path, name: str = "laptop") -> Path:
     head = {
         "profile": name,
         "label": profile.label,
-        "run": folder.name,
         "key": hash_json(name),
-        "created": "2026-01-02T03:04:05+00:00",
-        "duration_s": 321.5,
     }
     _pair(folder / "pair", head, rng)
     chosen = _screening(folder / "screening", head, rng, profile)
@@ -91,10 +114,10 @@ def _pair(folder: Path, head: dict, rng) -> None:
         for n, a, i, k in zip(names, articles, items, kinds, strict=True)
     }
     packages = {"torch": "2.13.0", "transformers": "5.24.0", "numpy": "2.4.6", "plotly": "7.1.0"}
-    write_json(
-        folder / "summary.json",
-        head
-        | {
+    write_stage(
+        folder,
+        head,
+        {
             "target": model | {"name": "SmolLM2-135M-Instruct", "fingerprint": hash_json("target")},
             "source": model
             | {
@@ -109,17 +132,11 @@ def _pair(folder: Path, head: dict, rng) -> None:
                 "body_parameters_kept": 0.71,
                 "head_error": 0.11,
                 "calibration_tokens": 24576,
-                "seconds": 212.0,
-                "peak_bytes": 3_100_000_000,
             },
             "held_out_nll": {"target": 2.60, "source": 3.74, "tokens": 7776},
-            "gate": {
-                "max_abs_difference": {"materialised": 0.0, "in_place": 2e-6, "absorbed": 8e-4},
-                "tolerance": 5e-3,
-                "logit_scale": 19.5,
-                "passed": True,
-                "prefix_tokens": 256,
-            },
+            "gate": GATES[0],
+            "gates": GATES,
+            "decision_rule": decision_rule_hash(),
             "partitions": partitions,
             "corpus": {
                 "name": "English Wikipedia sample",
@@ -128,19 +145,21 @@ def _pair(folder: Path, head: dict, rng) -> None:
                 "articles": 92,
                 "characters": 3_400_000,
             },
-            "environment": {
-                "python": "3.11.2",
-                "torch": "2.13.0",
-                "transformers": "5.24.0",
-                "platform": "Linux",
-                "processor": "a processor",
-                "cores": 2,
-                "memory_gb": 23.5,
-                "commit": "0123abc",
-                "packages": packages,
-            },
             "training_dtype": "bfloat16",
             "seed": 2026,
+        },
+        pruning_seconds=212.0,
+        pruning_peak_bytes=3_100_000_000,
+        environment={
+            "python": "3.11.2",
+            "torch": "2.13.0",
+            "transformers": "5.24.0",
+            "platform": "Linux",
+            "processor": "a processor",
+            "cores": 2,
+            "memory_gb": 23.5,
+            "commit": "0123abc",
+            "packages": packages,
         },
     )
     layers = np.arange(LAYERS)
@@ -170,7 +189,10 @@ def _screening(folder: Path, head: dict, rng, profile: Profile) -> list[dict]:
                 "top1": None if broken else 0.82,
                 "median_kl32": None if broken else kl * 0.8,
                 "train_loss_last": None if broken else kl * 0.9,
-                "seconds": 60.0,
+                "against_direct": None
+                if broken
+                else paired([kl - 0.195 + e for e in rng.normal(0, 0.03, 27)], baseline=0.195, seed=1)
+                | {"wilcoxon_p_holm": 0.03, "sign_p_holm": 0.2, "se_clustered": 0.006},
             }
         )
         for step in range(1, (31 if broken else profile.training.steps) + 1):
@@ -207,10 +229,10 @@ def _screening(folder: Path, head: dict, rng, profile: Profile) -> list[dict]:
         axis: {base: [a.id for a in found] for base, found in bases.items()}
         for axis, bases in slices(screening).items()
     }
-    write_json(
-        folder / "summary.json",
-        head
-        | {
+    write_stage(
+        folder,
+        head,
+        {
             "arms": arms,
             "direct": {"kl32": 0.195, "se": 0.02, "top1": 0.806},
             "ridge": {"kl32": 0.283, "se": 0.03, "top1": 0.777},
@@ -224,7 +246,9 @@ def _screening(folder: Path, head: dict, rng, profile: Profile) -> list[dict]:
                 {k: g[k] for k in ("arm", "checkpoint_step", "scale", "kl32", "top1")} for g in chosen
             ],
             "finalists": [g["arm"] for g in chosen[:2]],
+            "gates": GATES,
         },
+        seconds={arm["id"]: 60.0 for arm in arms},
     )
     write_table(folder / "curves.parquet", pd.DataFrame(curves))
     write_table(folder / "validation.parquet", pd.DataFrame(validation))
@@ -269,89 +293,90 @@ def _confirmation(folder: Path, head: dict, rng, profile: Profile, chosen: list[
     }
     manifest = {"frozen": frozen}
     write_json(folder / "manifest.json", manifest)
-    write_json(
-        folder / "summary.json",
-        head
-        | {
+    write_stage(
+        folder,
+        head,
+        {
             "arms": arms,
             "direct": {"kl32": 0.196, "se": 0.02, "top1": 0.81},
             "ridge": {"kl32": 0.29, "se": 0.03, "top1": 0.77},
             "prompts": 24,
             "frozen": frozen,
+            "wrong_trained": {"status": "finished", "reason": None},
             "manifest_hash": hash_json(manifest),
+            "gates": GATES,
         },
+        frozen_at="2026-01-02T03:04:05+00:00",
     )
     return hash_json(manifest)
 
 
 def _frozen_evaluation(folder: Path, head: dict, rng, manifest: str) -> None:
-    prompts, steps, forcing = [], [], {}
     hardness, article = rng.gamma(2, 0.5, PROMPTS), [f"Article {p // 3}" for p in range(PROMPTS)]
-    for name in ("oracle", "text"):
-        per_path = {}
-        for path in PATHS:
-            noise = rng.normal(1, 0.08, PROMPTS) if path != "native" else np.ones(PROMPTS)
-            shape = rng.gamma(2, 0.5, (PROMPTS, STEPS)) * (1 + 0.3 * np.exp(-np.arange(STEPS) / 4))
-            kl = LEVEL[path] * (hardness * noise)[:, None] * shape / shape.mean(1, keepdims=True)
-            agree = rng.random((PROMPTS, STEPS)) < (1.0 if path == "native" else 0.82)
-            per_path[path] = (kl.mean(1), agree.mean(1))
-            for p in range(PROMPTS):
-                text = f"{article[p]} " + " ".join(rng.choice(WORDS, 60))
-                prompts.append(
-                    {
-                        "forcing": name,
-                        "path": path,
-                        "prompt": p,
-                        "article": article[p],
-                        "text": text,
-                        "kl32": kl[p].mean(),
-                        "top1": agree[p].mean(),
-                    }
-                )
-                for s in range(STEPS):
-                    steps.append(
-                        {
-                            "forcing": name,
-                            "path": path,
-                            "prompt": p,
-                            "step": s + 1,
-                            "kl": kl[p, s],
-                            "agree": bool(agree[p, s]),
-                            "forced_token": str(rng.choice(WORDS)),
-                            "native_probability": 0.5,
-                            "path_probability": 0.4,
-                        }
-                    )
-        paths = {
-            path: {
-                "kl32": {k: v for k, v in describe(kl).items() if k != "n"},
-                "top1": float(top1.mean()),
-                "prompts": PROMPTS,
-            }
-            for path, (kl, top1) in per_path.items()
-        }
-        direct = per_path["direct"][0]
-        forcing[name] = {
-            "paths": paths,
-            "paired": {
-                f"{path}-direct": paired(per_path[path][0] - direct, article, seed=1, baseline=direct)
-                for path in ("learned", "ridge")
-            },
-        }
-    summary = head | {
-        "forcing": forcing,
-        "controls": {"zero_cache": {"kl32": 5.1}, "other_prompt": {"kl32": 1.5}},
-        "frozen": manifest,
-        "articles": 22,
-        "opened": 1,
-        "commit": "0123abc",
-    }
-    write_json(folder / "summary.json", json.loads(json.dumps(summary)))
-    write_table(folder / "prompts.parquet", pd.DataFrame(prompts))
-    write_table(folder / "steps.parquet", pd.DataFrame(steps))
+    text = [f"{a} " + " ".join(rng.choice(WORDS, 60)) for a in article]
+    steps = pd.concat(
+        [
+            _steps(rng, hardness, forcing, path, level)
+            for forcing in FORCINGS
+            for path, level in LEVEL.items()
+        ],
+        ignore_index=True,
+    )
+    tokens = rng.choice(WORDS, (len(steps), 3))
+    steps = steps.assign(
+        **dict(zip(("forced_token", "native_token", "path_token"), tokens.T, strict=True)),
+        native_probability=0.5,
+        path_probability=0.4,
+    )
+    controls = pd.concat(
+        [
+            _steps(rng, hardness, forcing, name, CONTROL_LEVEL.get(name, 0.19))
+            for forcing in FORCINGS
+            for name in (*CONTROLS, *NOISE)
+        ],
+        ignore_index=True,
+    )
+    prompts = per_prompt(steps)
+    prompts = prompts.assign(
+        article=[article[p] for p in prompts.prompt], text=[text[p] for p in prompts.prompt]
+    )
+    found = summarise_final(steps, prompts, controls, list(FORCINGS), seed=1)
+    write_stage(
+        folder,
+        head,
+        found
+        | {
+            "frozen": manifest,
+            "articles": 22,
+            "commit": "0123abc",
+            "gates": GATES,
+            "modes": {"direct": "absorbed", "ridge": "absorbed", "learned": "absorbed"},
+        },
+        opened=1,
+    )
+    for name, table in (("prompts", prompts), ("steps", steps), ("controls", controls)):
+        write_table(folder / f"{name}.parquet", table)
     append_line(
         folder / "ledger.jsonl",
         {"opened": "2026-01-02T03:04:05+00:00", "manifest": manifest, "commit": "0123abc"},
+    )
+
+
+def _steps(rng, hardness, forcing: str, path: str, level: float) -> pd.DataFrame:
+    noise = np.ones(PROMPTS) if path == "native" else rng.normal(1, 0.08, PROMPTS)
+    shape = rng.gamma(2, 0.5, (PROMPTS, STEPS)) * (1 + 0.3 * np.exp(-np.arange(STEPS) / 4))
+    kl = level * (hardness * noise)[:, None] * shape / shape.mean(1, keepdims=True)
+    agree = rng.random((PROMPTS, STEPS)) < (1.0 if level < 1e-6 else 0.82)
+    prompt, step = np.divmod(np.arange(PROMPTS * STEPS), STEPS)
+    return pd.DataFrame(
+        {
+            "prompt": prompt,
+            "step": step + 1,
+            "kl": kl.ravel(),
+            "agree": agree.ravel(),
+            "forcing": forcing,
+            "path": path,
+        }
     )
 
 
@@ -410,10 +435,10 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
         "resident": {"learned": None, "direct": None, "ridge": None, "below": True},
         "cold": {"learned": 341.0, "direct": 310.0, "ridge": 355.0, "below": False},
     }
-    write_json(
-        folder / "summary.json",
-        head
-        | {
+    write_stage(
+        folder,
+        head,
+        {
             "rows": rows,
             "device": "CPU, 2 cores",
             "dtype": "float32",
@@ -421,6 +446,7 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
             "warmups": list(profile.latency.warmups),
             "threads": 2,
             "crossover": crossover,
+            "gates": GATES,
         },
     )
     write_table(folder / "raw.parquet", pd.DataFrame(raw))

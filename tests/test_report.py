@@ -3,7 +3,6 @@
 import copy
 import re
 import shutil
-import types
 from pathlib import Path
 
 import jupytext
@@ -23,7 +22,8 @@ from kvlib.report.palette import BASES, PATHS
 from kvlib.report.renderer import BookRenderer
 from kvlib.study import stages
 from kvlib.study.profile import load_profile
-from kvlib.study.records import read_json, read_lines, read_table
+from kvlib.study.records import read_lines, read_table
+from kvlib.study.run import Run, read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
@@ -38,7 +38,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(run) -> dict[str, dict]:
-    return {stage: read_json(run / stage / "summary.json") for stage in STAGES}
+    return {stage: read_summary(run / stage) for stage in STAGES}
 
 
 @pytest.fixture
@@ -57,6 +57,7 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
         "grid": figures.grid(screening),
         "confirmation": figures.confirmation(records["confirmation"], screening),
         "kl_by_path": figures.kl_by_path(final),
+        "controls": figures.controls(final),
         "paired_prompts": figures.paired_prompts(prompts, "oracle"),
         "sorted_differences": figures.sorted_differences(prompts, "oracle"),
         "kl_by_step": figures.kl_by_step(read_table(run / "frozen_evaluation" / "steps.parquet")),
@@ -282,12 +283,10 @@ def execute(name: str, run: Path) -> nbformat.NotebookNode:
 def executed(run) -> Path:
     """The made-up run with its notebooks executed; finished stages are found, not run."""
     with pytest.MonkeyPatch.context() as patch:
-        found = types.SimpleNamespace(folder=run, profile=load_profile("laptop"))
+        found = Run(load_profile("laptop"), run.name, run, {}, "laptop")
         patch.setattr(stages, "open_run", lambda *args, **kwargs: found)
         for stage in STAGES:
-            patch.setattr(
-                stages, f"run_{stage}", lambda study, stage=stage: read_json(run / stage / "summary.json")
-            )
+            patch.setattr(stages, f"run_{stage}", lambda study, stage=stage: read_summary(run / stage))
         for name in CHAPTERS:
             (run / "notebooks").mkdir(exist_ok=True)
             nbformat.write(execute(name, run), run / "notebooks" / f"{name}.ipynb")

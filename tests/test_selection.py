@@ -6,7 +6,14 @@ import yaml
 from kvlib import KvlibError
 from kvlib.study.arms import all_arms, chosen_arms, slices
 from kvlib.study.profile import DATA, load_profile
-from kvlib.study.selection import choose_settings, finalists, freeze, median_seed, rank_arms
+from kvlib.study.selection import (
+    choose_settings,
+    finalists,
+    freeze,
+    median_seed,
+    rank_arms,
+    why_frozen,
+)
 
 SCREENING = load_profile("laptop").screening
 
@@ -83,12 +90,12 @@ def test_ties_of_the_grid_go_to_the_earlier_checkpoint_and_the_smaller_scale():
         finalists(best, {"a": 9, "b": 9}, 3)
 
 
-def confirmed(name, values, parameters=10):
+def confirmed(name, values, parameters=10, absorbable=True):
     runs = [
         {"seed": seed, "kl32": value, "status": "finished" if value is not None else "not_finite"}
         for seed, value in values.items()
     ]
-    return {"id": name, "parameters": parameters, "runs": runs}
+    return {"id": name, "parameters": parameters, "absorbable": absorbable, "runs": runs}
 
 
 def test_the_lower_mean_wins_with_its_median_seed_not_its_luckiest():
@@ -100,6 +107,22 @@ def test_ties_of_the_freeze_go_to_fewer_parameters_then_to_the_id():
     same = {11: 0.1, 12: 0.1, 13: 0.1}
     assert freeze([confirmed("a", same, 20), confirmed("b", same, 10)]) == ("b", 11)
     assert freeze([confirmed("b", same), confirmed("a", same)]) == ("a", 11)
+
+
+def test_within_one_standard_error_the_arm_that_attention_can_absorb_is_taken():
+    lower = confirmed("a", {11: 0.118, 12: 0.120, 13: 0.119}, absorbable=False)
+    tied = confirmed("b", {11: 0.1195, 12: 0.1196, 13: 0.1194})
+    assert freeze([lower, tied]) == ("b", 11)
+    assert "a tie within the standard error" in why_frozen([lower, tied], "b", 11)
+    assert "decided by what attention can absorb" in why_frozen([lower, tied], "b", 11)
+    apart = confirmed("b", {11: 0.1205, 12: 0.1206, 13: 0.1204})
+    assert freeze([lower, apart]) == ("a", 13)
+    assert "tie" not in why_frozen([lower, apart], "a", 13)
+
+
+def test_one_seed_has_no_standard_error_so_only_equal_means_tie():
+    arms = [confirmed("a", {11: 0.1}, absorbable=False), confirmed("b", {11: 0.1000001})]
+    assert freeze(arms) == ("a", 11)
 
 
 def test_an_arm_with_a_failed_seed_is_not_frozen():

@@ -129,7 +129,7 @@ def test_a_zero_baseline_has_no_relative_difference():
 
 
 def test_labels_that_do_not_match_are_refused():
-    with pytest.raises(KvlibError, match="64 differences came with 3 cluster labels"):
+    with pytest.raises(KvlibError, match="64 values came with 3 cluster labels"):
         paired(DIFFERENCES, ["a", "b", "c"], seed=0)
     with pytest.raises(KvlibError, match=r"shape \(2, 2\)"):
         describe([[1.0, 2.0], [3.0, 4.0]])

@@ -12,7 +12,7 @@ from playwright.sync_api import sync_playwright
 
 from kvlib.report import wording
 from kvlib.report.summaries import headline, main_forcing, median_times, prefix_lengths
-from kvlib.study.records import read_json
+from kvlib.study.run import read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "book/_static/readme-chart.png"
@@ -23,7 +23,7 @@ PATHS = ("native", "learned", "direct", "ridge")
 def main() -> None:
     folder = Path(sys.argv[1])
     pair, final, latency = (
-        read_json(folder / stage / "summary.json") for stage in ("pair", "frozen_evaluation", "latency")
+        read_summary(folder / stage) for stage in ("pair", "frozen_evaluation", "latency")
     )
     picture(folder / "book" / "chapters" / "03_frozen_evaluation.html", ROOT / PICTURE)
     readme = ROOT / "README.md"

@@ -13,7 +13,8 @@ import nbformat
 import yaml
 
 from kvlib.errors import KvlibError
-from kvlib.study.records import read_json
+from kvlib.study.decision import DECISION_RULE
+from kvlib.study.run import read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOK, CONFIG = ROOT / "book", ROOT / "_config.yml"
@@ -24,6 +25,7 @@ CHAPTERS = (
     "03_frozen_evaluation",
     "04_latency",
     "10_study_and_run",
+    "20_trust",
 )
 FOLDED = {
     "parameters": "the parameters and their defaults",
@@ -50,7 +52,7 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
     run_folder = Path(run_folder).resolve()
     out = Path(out).resolve() if out else run_folder / "book"
     notebooks = {name: _read_chapter(run_folder, name) for name in CHAPTERS}
-    pair = read_json(run_folder / "pair" / "summary.json")
+    pair = read_summary(run_folder / "pair")
     out.parent.mkdir(parents=True, exist_ok=True)
     _tidy_after_a_kill(out)
     aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=ASIDE))
@@ -122,6 +124,7 @@ def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode]) -> None
     (source / "chapters").mkdir()
     for name, notebook in notebooks.items():
         nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
+    shutil.copy(DECISION_RULE, source / DECISION_RULE.name)
     shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kvlib.errors import KvlibError
 from kvlib.report.book import BOOK, CONFIG, ROOT, build_book
+from kvlib.study.decision import DECISION_RULE
 from kvlib.study.records import hash_json, read_json, sha256_file, write_json
 
 GENERATED = ("_build", "chapters", ".ipynb_checkpoints")
@@ -34,7 +35,7 @@ def _key(run_folder: Path) -> str:
         for path in BOOK.rglob("*")
         if path.is_file() and not set(path.relative_to(BOOK).parts) & set(GENERATED)
     ]
-    code = [*(ROOT / "kvlib" / "report").rglob("*.py"), CONFIG, ROOT / "requirements.lock"]
+    code = [*(ROOT / "kvlib" / "report").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
     records = [*(run_folder / "notebooks").glob("*.ipynb"), run_folder / "pair" / "summary.json"]
     paths = [
         path

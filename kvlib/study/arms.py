@@ -23,6 +23,11 @@ class Arm:
     def id(self) -> str:
         return f"{self.base}-{self.residual}-{self.features}-r{self.rank}-lr{self.learning_rate:g}-w{self.warmup_steps}"
 
+    @property
+    def absorbable(self) -> bool:
+        """Whether its map is affine in each head's own vector, on either base."""
+        return self.residual == "linear" and self.features == "own"
+
     def record(self) -> dict:
         return {"id": self.id, **asdict(self)}
 

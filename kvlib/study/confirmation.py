@@ -1,19 +1,27 @@
 """Stage 02: retrain the finalists on a disjoint partition with fixed seeds, and freeze one."""
 
 import time
+from dataclasses import replace
 
 import pandas as pd
 
 from kvlib.maps import DirectMap, save_map
 from kvlib.study.arms import chosen_arms
-from kvlib.study.freezing import freeze_manifest
+from kvlib.study.freezing import WRONG_TRAINED, freeze_manifest
 from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_record, write_table
-from kvlib.study.run import Run
+from kvlib.study.run import Run, now
 from kvlib.study.scoring import summarise
-from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS, prepare, scored_table
-from kvlib.study.selection import freeze, mean_kl32, median_seed
+from kvlib.study.screening import (
+    PROMPT_STEPS,
+    SCORE_STEPS,
+    WINDOW_STEPS,
+    prepare,
+    scored_table,
+    stage_gates,
+)
+from kvlib.study.selection import freeze, mean_kl32, median_seed, why_frozen
 
 
 def run_confirmation(run: Run) -> dict:
@@ -30,9 +38,11 @@ def run_confirmation(run: Run) -> dict:
     total = (
         profile.partitions.confirm_train.items * WINDOW_STEPS + prompts * (PROMPT_STEPS + 2 * SCORE_STEPS)
         + sum(len(seeds) * (settings[arm.id]["checkpoint_step"] + prompts * SCORE_STEPS) for arm in arms)
+        + profile.training.steps
     )  # fmt: skip
     progress = Progress("confirmation", total)
     trainer, scorer = prepare(run, "confirm", run.require("pair", "confirmation"), progress)
+    passed = stage_gates(run, trainer, scorer, progress)
     units = prompts * SCORE_STEPS
     tables = {}
     for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
@@ -55,7 +65,8 @@ def run_confirmation(run: Run) -> dict:
         whole = all(entry["status"] == "finished" for entry in runs)
         records.append(
             {
-                "id": arm.id, "checkpoint_step": step, "scale": scale, "parameters": trained["parameters"], "runs": runs,
+                "id": arm.id, "checkpoint_step": step, "scale": scale,
+                "parameters": trained["parameters"], "absorbable": arm.absorbable, "runs": runs,
                 "mean_kl32": mean_kl32({"runs": runs}) if whole else None, "median_seed": median_seed(runs) if whole else None,
             }
         )  # fmt: skip
@@ -63,32 +74,27 @@ def run_confirmation(run: Run) -> dict:
     record = next(entry for entry in records if entry["id"] == name)
     arm = next(arm for arm in arms if arm.id == name)
     folder = run.stage("confirmation")
-    frozen_map = trainer.load(
-        Task(arm, seed, record["checkpoint_step"]), record["checkpoint_step"]
-    ).with_scale(record["scale"])
-    for file, cache_map in (("learned", frozen_map), ("ridge", trainer.ridge)):
-        save_map(
-            cache_map,
-            folder / f"{file}.safetensors",
-            pair=trainer.pair,
-            provenance={"arm": name, "seed": seed, "run": run.name},
+    task = Task(arm, seed, record["checkpoint_step"])
+    maps = {"learned": trainer.load(task, task.steps).with_scale(record["scale"]), "ridge": trainer.ridge}
+    control = trainer.train(replace(task, wrong_prompts=True), progress, "control on other prompts' caches")
+    if control["status"] == "finished":
+        maps[WRONG_TRAINED] = trainer.load(replace(task, wrong_prompts=True), task.steps).with_scale(
+            record["scale"]
         )
+    started = run.add_time("confirmation", started)
+    for file, cache_map in maps.items():
+        path = folder / f"{file}.safetensors"
+        save_map(cache_map, path, pair=trainer.pair, provenance={"map": file, "arm": name, "seed": seed})
     write_table(
         folder / "validation.parquet",
-        pd.concat([t.assign(arm=n) for n, t in tables.items()], ignore_index=True),
-    )
-    others = [
-        entry["mean_kl32"] for entry in records if entry["id"] != name and entry["mean_kl32"] is not None
-    ]
-    why = f"mean KL32 {record['mean_kl32']:.5f} over {len(seeds)} seeds" + (
-        f" against {others[0]:.5f}" if others else ""
+        pd.concat([t.assign(arm=n, article=scorer.articles) for n, t in tables.items()], ignore_index=True),
     )
     frozen = {
         "arm": name, "seed": seed, "checkpoint_step": record["checkpoint_step"], "scale": record["scale"],
         "parameters": record["parameters"], "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size,
-        "why": f"{why}; the median of its seeds is {seed}",
+        "why": why_frozen(records, name, seed),
     }  # fmt: skip
-    manifest_hash, weights = freeze_manifest(run, frozen)
+    manifest_hash, weights = freeze_manifest(run, frozen, list(maps))
     return run.publish(
         "confirmation",
         {
@@ -97,8 +103,11 @@ def run_confirmation(run: Run) -> dict:
             "ridge": summarise(tables["ridge"]),
             "prompts": prompts,
             "windows": len(trainer.store.windows),
-            "frozen": {**frozen, "weights_sha256": weights},
+            "frozen": {**frozen, "weights_sha256": weights["learned"]},
+            "wrong_trained": {key: control[key] for key in ("status", "reason")},
             "manifest_hash": manifest_hash,
+            "gates": passed,
         },
         started,
+        {"frozen_at": now()},
     )

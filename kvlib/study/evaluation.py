@@ -1,30 +1,40 @@
-"""Stage 03: four paths on the final prompts, opened only with the frozen manifest in hand."""
+"""Stage 03: four paths, controls and noise on the final prompts, opened only with the frozen manifest in hand."""
 
 import time
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
 
-from kvlib.divergence import Divergence, divergence, path_divergence
-from kvlib.errors import KvlibError
-from kvlib.maps import DirectMap, load_map
+from kvlib.cache import prefill
+from kvlib.divergence import Divergence, Reference, divergence, path_divergence
+from kvlib.handoff import handoff
+from kvlib.maps import CacheMap, DirectMap, load_map
+from kvlib.pair import rotary_of
+from kvlib.study.controls import CONTROLS, NOISE, Content, control_maps, donors_of
 from kvlib.study.describing import commit
+from kvlib.study.final_tables import (
+    PATHS,
+    checked_steps,
+    lean_table,
+    prompt_table,
+    step_table,
+    summarise_final,
+)
 from kvlib.study.freezing import check_manifest, openings, record_opening
+from kvlib.study.gate import gates
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
-from kvlib.study.records import hash_json, read_table, write_table
-from kvlib.study.run import Run
-from kvlib.study.statistics import describe, paired
+from kvlib.study.records import hash_json, write_table
+from kvlib.study.run import Run, training_dtype
 from kvlib.study.store import PromptStore
 
-PATHS = ("native", "direct", "ridge", "learned")
-TEXT_CHARACTERS = 400  # of a prompt's end, kept for people to read
 PREFILL_UNITS, PATH_UNITS = 3, 1
 
 
 def run_frozen_evaluation(run: Run) -> dict:
-    """Evaluate and write `frozen_evaluation/`: summary.json, prompts.parquet, steps.parquet, ledger.jsonl."""
+    """Evaluate and write `frozen_evaluation/`: summary.json, prompts, steps and controls.parquet, ledger.jsonl."""
     summary = run.finished("frozen_evaluation")
     if summary and summary["frozen"] == run.require("confirmation", "frozen_evaluation")["manifest_hash"]:
         return summary
@@ -32,145 +42,135 @@ def run_frozen_evaluation(run: Run) -> dict:
     manifest = check_manifest(run)
     folder, tokenizer = run.stage("frozen_evaluation"), load_pair_tokenizer(run)
     settings, count = profile.evaluation, profile.partitions.final.items
-    progress = Progress(
-        "frozen_evaluation", count * (PREFILL_UNITS + PATH_UNITS * len(PATHS) * len(settings.forcings))
-    )
+    maps = {
+        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=recorded_fingerprint(pair))
+        for name in manifest["weights"]
+    } | {"direct": DirectMap()}
+    target = load_pair_model(run, "target")
+    controls = [name for name, (_, of, _) in CONTROLS.items() if of in control_maps(maps)]
+    rough = training_dtype(profile.training.dtype)
+    noise = [n for n in NOISE if n != "native_training_dtype" or rough != next(target.parameters()).dtype]
+    rows = {"steps": list(PATHS), "controls": [*controls, *noise]}
+    units = {name: len(paths) * len(settings.forcings) * PATH_UNITS for name, paths in rows.items()}
+    progress = Progress("frozen_evaluation", count * (PREFILL_UNITS + sum(units.values())))
     work = folder / f"work-{hash_json([manifest['hash'], settings.model_dump(mode='json')])[:10]}"
     if not work.exists() or not openings(run):
         record_opening(run, manifest["hash"])
     work.mkdir(parents=True, exist_ok=True)
     partitions = load_partitions(run)  # every article and prompt checked against the hashes in the manifest
     tokens, items = partitions.tokens("final", tokenizer), partitions.items("final")
-    target = load_pair_model(run, "target")
-    store = PromptStore(work, tokens, profile.prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
+    prompt = profile.prompt
+    passed = gates(
+        target, tokens, [prompt.prefix_tokens], prompt.forced_steps, settings.gate_tolerance, progress
+    )
+    store = PromptStore(work, tokens, prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
     store.fill(load_pair_model(run, "source"), target, progress, PREFILL_UNITS)
-    maps = {
-        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=recorded_fingerprint(pair))
-        for name in ("ridge", "learned")
-    }
-    maps["direct"] = DirectMap()
+    low = load_pair_model(run, "target", rough) if "native_training_dtype" in noise else None
+    bench = Bench(store, target, low, maps, donors_of([item.article for item in items]), profile.seed)
+    write = {"steps": lambda start: bench.paths(start, tokenizer), "controls": bench.controls}
 
-    tables = []
+    tables: dict[str, list] = {name: [] for name in rows}
     for start in store.starts:
-        path = work / f"steps-{start:04d}.parquet"
-        units = min(settings.batch_prompts, count - start) * PATH_UNITS * len(PATHS) * len(settings.forcings)
-        if path.exists():
-            progress.skip(units)
-        else:
-            write_table(path, evaluate_batch(store, start, target, maps, tokenizer))
-            progress.advance(
-                units, f"paths over prompt {min(start + settings.batch_prompts, count)} of {count}"
-            )
-        tables.append(checked_steps(path, store, start, settings.forcings))
-    steps = pd.concat(tables, ignore_index=True)
-    prompts = prompt_table(steps, items, tokens[:, : profile.prompt.prefix_tokens], tokenizer)
-    write_table(folder / "steps.parquet", steps)
-    write_table(folder / "prompts.parquet", prompts)
+        batch = range(start, min(start + settings.batch_prompts, count))
+        for name, paths in rows.items():
+            path = work / f"{name}-{start:04d}.parquet"
+            if path.exists():
+                progress.skip(len(batch) * units[name])
+            else:
+                write_table(path, write[name](start))
+                what = "paths" if name == "steps" else "controls"
+                progress.advance(len(batch) * units[name], f"{what} over prompt {batch.stop} of {count}")
+            tables[name].append(checked_steps(path, settings.forcings, paths, batch, prompt.forced_steps))
+    steps, lean = (pd.concat(tables[name], ignore_index=True) for name in rows)
+    prompts = prompt_table(steps, items, tokens[:, : prompt.prefix_tokens], tokenizer)
+    for name, table in (("steps", steps), ("prompts", prompts), ("controls", lean)):
+        write_table(folder / f"{name}.parquet", table)
     return run.publish(
         "frozen_evaluation",
         {
-            "forcing": {
-                forcing: summarise_forcing(prompts[prompts["forcing"] == forcing], profile.seed)
-                for forcing in settings.forcings
-            },
-            "controls": {},
+            **summarise_final(steps, prompts, lean, settings.forcings, profile.seed),
             "articles": int(prompts["article"].nunique()),
             "frozen": manifest["hash"],
-            "opened": len(openings(run)),
             "commit": commit(),
+            "gates": passed,
             "modes": {
                 name: "in_place" if cache_map.why_not_affine else "absorbed"
                 for name, cache_map in maps.items()
+                if name in PATHS
             },
         },
         started,
+        {"opened": len(openings(run))},
     )
 
 
-def checked_steps(path, store: PromptStore, start: int, forcings: list[str]) -> pd.DataFrame:
-    """A batch's table, after it was found to hold each forcing, path, prompt and step of its batch once."""
-    table, size = read_table(path), store.tokens.shape
-    batch = range(start, min(start + store.batch_prompts, size[0]))
-    wanted = {
-        (f, p, i, s)
-        for f in forcings
-        for p in PATHS
-        for i in batch
-        for s in range(1, size[1] - store.prefix_tokens + 1)
-    }
-    keys = ["forcing", "path", "prompt", "step"]
-    found = list(table[keys].itertuples(index=False, name=None)) if set(keys) <= set(table.columns) else []
-    if len(found) != len(wanted) or set(found) != wanted:
-        raise KvlibError(
-            f"{path} does not hold every step of prompts {batch.start} to {batch.stop - 1} once: delete it and run the stage again"
-        )
-    return table
+@dataclass(frozen=True)
+class Bench:
+    """What every batch of final prompts is measured with.
 
+    low: the target in the number format of training, or None where that is the pair's own. donors: for each prompt the
+    one whose cache stands in for a wrong prompt's.
+    """
 
-@torch.no_grad()
-def evaluate_batch(store: PromptStore, start: int, target, maps: dict, tokenizer) -> pd.DataFrame:
-    """One row per forcing, path, prompt and step."""
-    prefix, references = store.batch(start)
-    frames = []
-    for forcing, reference in references.items():
-        for name in PATHS:
-            if name == "native":  # by definition its own reference
-                logits = target.get_output_embeddings()(reference.hidden)
-                found = divergence(logits, logits, reference.forced)
-            else:
-                found = path_divergence(target, prefix, maps[name], reference)
-            frames.append(
-                step_table(found, reference.forced, start, tokenizer).assign(forcing=forcing, path=name)
-            )
-    return pd.concat(frames, ignore_index=True)
+    store: PromptStore
+    target: object
+    low: object | None
+    maps: dict[str, CacheMap]
+    donors: list[int]
+    seed: int
 
+    @torch.no_grad()
+    def paths(self, start: int, tokenizer) -> pd.DataFrame:
+        """One row per forcing, path, prompt and step."""
+        prefix, references = self.store.batch(start)
+        frames = []
+        for forcing, reference in references.items():
+            for name in PATHS:
+                if name == "native":  # by definition its own reference
+                    logits = self.target.get_output_embeddings()(reference.hidden)
+                    found = divergence(logits, logits, reference.forced)
+                else:
+                    found = path_divergence(self.target, prefix, self.maps[name], reference)
+                table = step_table(found, reference.forced, start, tokenizer)
+                frames.append(table.assign(forcing=forcing, path=name))
+        return pd.concat(frames, ignore_index=True)
 
-def step_table(found: Divergence, forced: torch.Tensor, start: int, tokenizer) -> pd.DataFrame:
-    prompts, steps = found.kl.shape
-    return pd.DataFrame(
-        {
-            "prompt": [start + i for i in range(prompts) for _ in range(steps)],
-            "step": list(range(1, steps + 1)) * prompts,
-            "kl": found.kl.flatten().tolist(),
-            "agree": found.agree.flatten().tolist(),
-            "forced_token": [tokenizer.decode([t]) for t in forced.flatten().tolist()],
-            "native_token": [tokenizer.decode([t]) for t in found.native_token.flatten().tolist()],
-            "path_token": [tokenizer.decode([t]) for t in found.path_token.flatten().tolist()],
-            "native_probability": found.native_probability.flatten().tolist(),
-            "path_probability": found.path_probability.flatten().tolist(),
+    @torch.no_grad()
+    def controls(self, start: int) -> pd.DataFrame:
+        """One row per forcing, control or noise, prompt and step."""
+        prefix, references = self.store.batch(start)
+        rows = range(start, start + prefix.batch)
+        donors = self.store.caches([self.donors[n] for n in rows])
+        content = Content(prefix, donors, rotary_of(self.target), self.seed, start)
+        maps = control_maps(self.maps)
+        caches = {
+            kind: content.cache(kind) for kind in dict.fromkeys(kind for kind, _, _ in CONTROLS.values())
         }
-    )
-
-
-def prompt_table(steps: pd.DataFrame, items, prefixes: torch.Tensor, tokenizer) -> pd.DataFrame:
-    """One row per forcing, path and prompt: KL32, top-1, the article and the end of the prompt's text."""
-    grouped = steps.groupby(["forcing", "path", "prompt"], sort=False)
-    table = grouped.agg(kl32=("kl", "mean"), top1=("agree", "mean")).reset_index()
-    texts = [tokenizer.decode(row.tolist())[-TEXT_CHARACTERS:] for row in prefixes]
-    return table.assign(
-        article=[items[i].article for i in table["prompt"]],
-        text=[texts[i] for i in table["prompt"]],
-    )
-
-
-def summarise_forcing(prompts: pd.DataFrame, seed: int) -> dict:
-    """Per path and paired against direct, as section 4 of the design defines them."""
-    kl = prompts.pivot(index="prompt", columns="path", values="kl32").sort_index()
-    top1 = prompts.pivot(index="prompt", columns="path", values="top1").sort_index()
-    clusters = prompts[prompts["path"] == "direct"].sort_values("prompt")["article"].tolist()
-    paths = {}
-    for name in PATHS:
-        found = describe(kl[name])
-        paths[name] = {
-            "kl32": {key: found[key] for key in ("mean", "se", "median", "q10", "q90")},
-            "top1": float(top1[name].mean()),
-            "prompts": len(kl),
+        head = self.store.tokens[start : rows.stop, : self.store.prefix_tokens - 1]
+        half = -(-head.shape[1] // 2)
+        native = {
+            "native_own_cache": prefill(self.target, head),
+            "native_two_parts": prefill(self.target, head, chunk_tokens=half),
         }
-    comparisons = {
-        f"{name}-direct": paired(
-            (kl[name] - kl["direct"]).tolist(), clusters, baseline=kl["direct"].tolist(), seed=seed
-        )
-        | {"top1_difference": float((top1[name] - top1["direct"]).mean())}
-        for name in ("learned", "ridge")
-    }
-    return {"paths": paths, "paired": comparisons}
+        rough = prefill(self.low, head) if self.low is not None else None
+        frames = []
+        for forcing, reference in references.items():
+            found = {
+                name: path_divergence(self.target, caches[kind], maps[of], reference)
+                for name, (kind, of, _) in CONTROLS.items()
+                if of in maps
+            }
+            for name, cache in native.items():
+                found[name] = path_divergence(self.target, cache, DirectMap(), reference)
+            if rough is not None:
+                found["native_training_dtype"] = self._rough(rough, reference)
+            for name, result in found.items():
+                frames.append(lean_table(result, start).assign(forcing=forcing, path=name))
+        return pd.concat(frames, ignore_index=True)
+
+    def _rough(self, prefix, reference: Reference) -> Divergence:
+        """The body in training's number format, the head in the pair's: as training computes its loss."""
+        with handoff(self.low, prefix, DirectMap()) as active:
+            hidden = active.hidden(reference.inputs)
+        head = self.target.get_output_embeddings()
+        return divergence(head(reference.hidden), head(hidden.to(reference.hidden.dtype)), reference.forced)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kvlib.errors import KvlibError
+from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import commit, environment
 from kvlib.study.records import (
     append_line,
@@ -16,7 +17,7 @@ from kvlib.study.records import (
 from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
 from kvlib.study.selection import FREEZE_RULE
 
-MAPS = ("learned", "ridge")
+WRONG_TRAINED = "wrong_trained"  # the control: the frozen arm, trained on other prompts' caches
 
 
 def model_files(run: Run) -> dict[str, str]:
@@ -33,14 +34,18 @@ def profile_hash(run: Run) -> str:
     return hash_json(run.profile.model_dump(mode="json", exclude=apart))
 
 
-def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
-    """Write `confirmation/manifest.json`; returns (its hash, the learned map's SHA-256)."""
+def freeze_manifest(run: Run, frozen: dict, maps: list[str]) -> tuple[str, dict[str, str]]:
+    """Write `confirmation/manifest.json`; returns (its hash, the SHA-256 of every map's file).
+
+    Nothing in it depends on the hour or the folder: the same run gives the same manifest.
+    """
     folder, pair = run.stage("confirmation"), run.require("pair", "confirmation")
     partitions = read_json(run.stage("pair") / "partitions.json")
-    weights = {name: sha256_file(folder / f"{name}.safetensors") for name in MAPS}
+    weights = {name: sha256_file(folder / f"{name}.safetensors") for name in maps}
     manifest = {
         "frozen": frozen,
         "rule": FREEZE_RULE,
+        "decision_rule": decision_rule_hash(),
         "weights": weights,
         "models": model_files(run),
         "pair": {role: pair[role]["fingerprint"] for role in ("source", "target")},
@@ -52,10 +57,9 @@ def freeze_manifest(run: Run, frozen: dict) -> tuple[str, str]:
         "kvlib": code_hash(),
         "packages": environment()["packages"],
         "commit": commit(),
-        "written": now(),
     }
     write_json(folder / "manifest.json", {**manifest, "hash": hash_json(manifest)})
-    return hash_json(manifest), weights["learned"]
+    return hash_json(manifest), weights
 
 
 def check_manifest(run: Run) -> dict:
@@ -70,7 +74,16 @@ def check_manifest(run: Run) -> dict:
             f"the frozen manifest {path} is missing, and the final prompts are opened only with it: {again} first"
         )
     manifest = read_record(
-        path, "hash", "rule", "profile", "kvlib", "partitions", "final_prompts", "models", "weights"
+        path,
+        "hash",
+        "rule",
+        "decision_rule",
+        "profile",
+        "kvlib",
+        "partitions",
+        "final_prompts",
+        "models",
+        "weights",
     )
     stated = manifest.pop("hash", None)
     if hash_json(manifest) != stated:
@@ -84,7 +97,10 @@ def check_manifest(run: Run) -> dict:
         )
     partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
     found = {
-        "the decision rule": (FREEZE_RULE, manifest["rule"]),
+        "the decision rule": (
+            [FREEZE_RULE, decision_rule_hash()],
+            [manifest["rule"], manifest["decision_rule"]],
+        ),
         "the profile": (
             profile_hash(run),
             manifest["profile"],
@@ -100,7 +116,7 @@ def check_manifest(run: Run) -> dict:
         ),
         "the models' weights": (model_files(run), manifest["models"]),
     }
-    for name in MAPS:
+    for name in manifest["weights"]:
         file = run.stage("confirmation") / f"{name}.safetensors"
         found[f"the {name} map's weights"] = (
             sha256_file(file) if file.exists() else "missing",

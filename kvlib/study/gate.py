@@ -1,35 +1,67 @@
-"""The gate that a pair must pass, and how well its two models know held-out text."""
+"""Gates that a pair must pass before its figures mean anything, and how well its two models know held-out text."""
 
 import torch
 
-from kvlib.cache import prefill
+from kvlib.cache import Geometry, PrefixCache, prefill
 from kvlib.divergence import text_reference
 from kvlib.errors import KvlibError
 from kvlib.handoff import handoff
-from kvlib.maps import DirectMap
+from kvlib.maps import CacheMap, DirectMap, ResidualMap, RidgeMap
+from kvlib.study.progress import Progress
 
 MODES = ("materialised", "in_place", "absorbed")
+GATE_PROMPTS = 4
+
+
+def identity_maps(geometry: Geometry) -> dict[str, CacheMap]:
+    """One map of every kind that changes nothing, so that a gate runs the code that the paths run."""
+    layers, heads, dim = geometry.layers, geometry.heads, geometry.head_dim
+    eye, zero = torch.eye(dim).repeat(layers, heads, 1, 1), torch.zeros(layers, heads, dim)
+    one = torch.ones(layers, heads)
+    generator = torch.Generator().manual_seed(0)
+    residuals = {
+        f"{residual} {features}": ResidualMap.initial(
+            one, one, dim, 1, residual=residual, features=features, generator=generator
+        )
+        for residual, features in (("linear", "own"), ("quadratic", "rms"), ("linear", "rope_stripped"))
+    }
+    return {"direct": DirectMap(), "ridge": RidgeMap(eye, zero, eye, zero, penalty=0.0), **residuals}
 
 
 @torch.no_grad()
 def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) -> dict:
-    """The target's own cache, taken out and put back through every handoff mode, against native's logits.
+    """The target's own cache, taken out and put back through every map kind and handoff mode, against native's logits.
 
     The last prefix token is held back and read with the rest of the prompt, as every path does.
+
+    Args:
+        prompts: (N, T); at most `GATE_PROMPTS` of them are used. prefix_tokens: of the T, those whose cache is handed
+            back, the held-back one included. tolerance: on logits, absolute.
+
+    Returns: {"prefix_tokens", "prompts", "comparisons" (logits compared), "max_abs_difference" by mode, "by_map",
+        "logit_scale", "tolerance", "passed"}. Raises KvlibError when it does not pass.
     """
-    prompts = prompts[:4]
-    prefix_tokens = min(prefix_tokens, prompts.shape[1] - 1)
-    head, tail = prompts[:, :prefix_tokens], prompts[:, prefix_tokens:]
-    reference = text_reference(target, head, tail)
-    native = target.get_output_embeddings()(reference.hidden)
-    own = prefill(target, head[:, :-1])
-    differences = {}
-    for mode in MODES:
-        with handoff(target, own.clone(), DirectMap(), mode) as active:
-            differences[mode] = float((active.logits(reference.inputs) - native).abs().max())
+    prompts = prompts[:GATE_PROMPTS]
+    prefix_tokens = min(prefix_tokens, prompts.shape[1])
+    cache, hidden = prefill(target, prompts, return_hidden=True)
+    head, start = target.get_output_embeddings(), prefix_tokens - 1
+    native, inputs, own = head(hidden[:, start:]), prompts[:, start:], cache.slice(start)
+    differences, by_map, comparisons = dict.fromkeys(MODES, 0.0), {}, 0
+    for name, cache_map in identity_maps(Geometry.of(target)).items():
+        for mode in MODES:
+            if mode == "absorbed" and cache_map.why_not_affine:
+                continue
+            with handoff(target, own.clone(), cache_map, mode) as active:
+                found = float((active.logits(inputs) - native).abs().max())
+            differences[mode] = max(differences[mode], found)
+            by_map[name] = max(by_map.get(name, 0.0), found)
+            comparisons += native.numel()
     record = {
         "prefix_tokens": prefix_tokens,
+        "prompts": len(prompts),
+        "comparisons": comparisons,
         "max_abs_difference": differences,
+        "by_map": by_map,
         "logit_scale": float(native.abs().max()),
         "tolerance": tolerance,
         "passed": max(differences.values()) <= tolerance,
@@ -41,6 +73,29 @@ def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) ->
             "check dtype and attention of the target"
         )
     return record
+
+
+def gates(
+    target, prompts: torch.Tensor, lengths, steps: int, tolerance: float, progress: Progress | None = None
+) -> list[dict]:
+    """One gate per prefix length that the prompts have, shortest first, over `steps` forced tokens after each."""
+    known = sorted({min(length, prompts.shape[1]) for length in lengths})
+    found = []
+    for length in known:
+        found.append(gate(target, prompts[:, : length + steps], length, tolerance))
+        if progress is not None:
+            progress.advance(0, f"gate over {length} tokens passed")
+    return found
+
+
+def worst(found: list[dict]) -> dict:
+    """The gate with the largest difference."""
+    return max(found, key=lambda record: max(record["max_abs_difference"].values()))
+
+
+def own_cache(target, prompts: torch.Tensor, chunk_tokens: int | None = None) -> PrefixCache:
+    """The target's own cache over all but the last token of `prompts` (B, T)."""
+    return prefill(target, prompts[:, :-1], chunk_tokens=chunk_tokens)
 
 
 @torch.no_grad()

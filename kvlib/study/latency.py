@@ -7,6 +7,7 @@ import torch
 from kvlib.latency import memory_bandwidth_gb_s
 from kvlib.maps import load_map
 from kvlib.study.describing import environment
+from kvlib.study.gate import gates
 from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
@@ -29,6 +30,9 @@ def run_latency(run: Run) -> dict:
     prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run))
     progress = Progress("latency", latency_units(config, maps, len(prefixes)))
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
+    passed = gates(
+        target, prefixes[:1], config.prefix_tokens, 0, run.profile.evaluation.gate_tolerance, progress
+    )
     bandwidth = memory_bandwidth_gb_s(next(target.parameters()).device)
     raw, memory = measure_latency(
         target, source, maps, prefixes, config, folder, seed=run.profile.seed,
@@ -50,6 +54,7 @@ def run_latency(run: Run) -> dict:
             "warmups": dict(zip(map(str, config.prefix_tokens), config.warmups)),
             "prompts": len(prefixes),
             "frozen": confirmation["manifest_hash"],
+            "gates": passed,
         },
         started,
     )

@@ -24,11 +24,16 @@ CURVE = ["arm", "seed", "step", "phase", "loss"]
 
 @dataclass(frozen=True)
 class Task:
-    """One training: an arm, a seed, and the step at which to stop (the schedule is the whole screen's)."""
+    """One training: an arm, a seed, and the step at which to stop (the schedule is the whole screen's).
+
+    wrong_prompts: every prompt comes with the source's cache of another article: a control for what can be
+    learnt without the right content.
+    """
 
     arm: Arm
     seed: int
     steps: int
+    wrong_prompts: bool = False
 
 
 @dataclass
@@ -44,11 +49,17 @@ class Trainer:
     pair: str  # fingerprint
     folder: Path
     key: str  # of everything but the arm and the seed
+    articles: list[str]  # of each window
 
     def place(self, task: Task) -> Path:
         """The task's folder; tasks of other settings have others, so that nothing finished is overwritten."""
-        name = hash_json([self.key, task.arm.record(), task.seed, task.steps])[:10]
-        return self.folder / f"{task.arm.id}-seed{task.seed}-{name}"
+        name = hash_json([self.key, *self._settings(task)])[:10]
+        wrong = "-wrong-prompts" if task.wrong_prompts else ""
+        return self.folder / f"{task.arm.id}-seed{task.seed}{wrong}-{name}"
+
+    @staticmethod
+    def _settings(task: Task) -> list:
+        return [task.arm.record(), task.seed, task.steps, *(["wrong prompts"] if task.wrong_prompts else [])]
 
     def checkpoint(self, task: Task, step: int) -> Path:
         return self.place(task) / f"step-{step:05d}.safetensors"
@@ -63,7 +74,8 @@ class Trainer:
         return loaded
 
     def _provenance(self, task: Task, step: int) -> dict:
-        return {"arm": task.arm.record(), "seed": task.seed, "step": step, "stage_key": self.key}
+        wrong = {"wrong_prompts": True} if task.wrong_prompts else {}
+        return {"arm": task.arm.record(), "seed": task.seed, "step": step, "stage_key": self.key, **wrong}
 
     def finished(self, task: Task) -> dict | None:
         path = self.place(task) / "trained.json"
@@ -95,7 +107,7 @@ class Trainer:
         keep = {*self.profile.screening.checkpoints, task.steps}
         rows, status, reason = [], "finished", None
         for step in train(
-            self.target, initial, lambda number, warm: self.batch(seed, number, warm), steps=settings.steps,
+            self.target, initial, lambda number, warm: self.batch(task, number, warm), steps=settings.steps,
             warmup_steps=arm.warmup_steps, learning_rate=arm.learning_rate, head_weight=self.head_weight,
             micro_batch=settings.micro_batch,
         ):  # fmt: skip
@@ -126,9 +138,9 @@ class Trainer:
         write_json(self.place(task) / "trained.json", record)
         return record
 
-    def batch(self, seed: int, number: int, warm: bool):
+    def batch(self, task: Task, number: int, warm: bool):
         """Step `number`'s windows and cuts: a function of the seed alone, so that arms see the same data."""
-        settings, windows = self.profile.training, self.store.windows
+        settings, windows, seed = self.profile.training, self.store.windows, task.seed
         rng = random.Random(f"{seed}/{number}")
         steps = self.profile.prompt.forced_steps
         # A pass takes every window once, in an order of its own, before any comes again.
@@ -138,4 +150,11 @@ class Trainer:
             order = random.Random(f"{seed}/pass/{draw // count}").sample(range(count), count)
             chosen.append(order[draw % count])
         cuts = [rng.randint(settings.min_prefix_tokens, windows.shape[1] - steps) for _ in chosen]
-        return self.store.batch(chosen, cuts, steps, with_target=warm)
+        others = [self._other(n, rng) for n in chosen] if task.wrong_prompts else None
+        return self.store.batch(chosen, cuts, steps, with_target=warm, source_of=others)
+
+    def _other(self, window: int, rng: random.Random) -> int:
+        """A window of another article; of the same one where there is no other."""
+        count = range(len(self.store.windows))
+        foreign = [n for n in count if self.articles[n] != self.articles[window]]
+        return rng.choice(foreign or [n for n in count if n != window])

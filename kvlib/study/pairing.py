@@ -21,8 +21,9 @@ from kvlib.study.corpus import (
     read_wikipedia_dump,
     save_articles,
 )
+from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
-from kvlib.study.gate import gate, held_out_nll
+from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
@@ -30,6 +31,8 @@ from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCor
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
+
+PRUNING_COST = ("seconds", "peak_bytes")
 
 
 def run_pair(run: Run) -> dict:
@@ -55,11 +58,15 @@ def run_pair(run: Run) -> dict:
     check_lengths(run, target)
     progress.advance(4, "models loaded and compared")
     tokens = partitions.tokens("screen_validate", tokenizer)
-    gates = [
-        gate(target, tokens, count, profile.evaluation.gate_tolerance)
-        for count in profile.evaluation.gate_prefix_tokens
-    ]
-    worst = max(gates, key=lambda g: max(g["max_abs_difference"].values()))
+    settings = profile.evaluation
+    passed = gates(
+        target,
+        tokens,
+        settings.gate_prefix_tokens,
+        profile.prompt.forced_steps,
+        settings.gate_tolerance,
+        progress,
+    )
     losses = {role: held_out_nll(model, tokens) for role, model in (("target", target), ("source", source))}
     progress.advance(16, "gate and losses measured")
     described = {
@@ -68,17 +75,18 @@ def run_pair(run: Run) -> dict:
     }
     summary = {
         **described,
-        "pruning": pruning,
+        "pruning": pruning and {key: value for key, value in pruning.items() if key not in PRUNING_COST},
         "held_out_nll": {**losses, "tokens": int(tokens[:, 1:].numel())},
-        "gate": worst,
-        "gates": gates,
+        "gate": worst(passed),
+        "gates": passed,
+        "decision_rule": decision_rule_hash(),
         "partitions": partitions.summary(),
         "corpus": describe_corpus(run, articles),
-        "environment": environment(),
         "training_dtype": str(training_dtype(profile.training.dtype)).removeprefix("torch."),
         "seed": profile.seed,
     }
-    return run.publish("pair", summary, started)
+    cost = {f"pruning_{key}": (pruning or {}).get(key) for key in PRUNING_COST}
+    return run.publish("pair", summary, started, {**cost, "environment": environment()})
 
 
 def _clear(folder: Path) -> None:

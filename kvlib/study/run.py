@@ -10,17 +10,16 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.study.profile import Profile, load_profile
-from kvlib.study.records import hash_json, read_record, write_json
+from kvlib.study.records import hash_json, read_record, sha256_file, write_json
 
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 NOTEBOOKS = dict(
     zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
 )
-EXTRA = {
-    "evidence": "frozen_evaluation"
-}  # stages outside the sequence, and the stage each of them comes after
+# Stages outside the sequence, and the stage each of them comes after.
+EXTRA = {"evidence": "frozen_evaluation"}
 NOTEBOOKS |= {stage: stage for stage in EXTRA}
-FORMAT = 1  # of the run folder; raised when an older folder can no longer be read
+FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
 DEPENDS = {
@@ -43,9 +42,9 @@ DEPENDS = {
 # What a stage leaves beside its summary; without one of these it is not finished.
 OUTPUTS = {
     "pair": ("partitions.json",),
-    "screening": ("curves.parquet", "validation.parquet"),
+    "screening": ("curves.parquet", "validation.parquet", "grid.parquet"),
     "confirmation": ("manifest.json", "learned.safetensors", "ridge.safetensors", "validation.parquet"),
-    "frozen_evaluation": ("prompts.parquet", "steps.parquet", "ledger.jsonl"),
+    "frozen_evaluation": ("prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl"),
     "latency": ("raw.parquet", "memory.parquet"),
     "evidence": (
         "lengths.parquet",
@@ -56,6 +55,8 @@ OUTPUTS = {
         "ridge.parquet",
     ),
 }
+
+MADE = "made.json"  # beside a summary: when, how long, with what it was made
 
 
 def sequence(stage: str) -> tuple[str, ...]:
@@ -152,9 +153,9 @@ class Run:
     def finished(self, stage: str) -> dict | None:
         """The stage's summary if it is there and belongs to the run's present settings."""
         folder = self.stage(stage)
-        if not all((folder / name).exists() for name in ("summary.json", *OUTPUTS[stage])):
+        if not all((folder / name).exists() for name in ("summary.json", MADE, *OUTPUTS[stage])):
             return None  # what is missing is made again from the stage's smaller records
-        summary = read_record(folder / "summary.json", "key", "created", "duration_s")
+        summary = read_summary(folder)
         return summary if summary["key"] == self.key(stage) else None
 
     def require(self, stage: str, wanted_by: str) -> dict:
@@ -169,20 +170,32 @@ class Run:
             )
         return summary
 
-    def publish(self, stage: str, summary: dict, started: float) -> dict:
-        """Write a stage's summary: the last thing a stage does, so that its presence means the stage is whole."""
-        whole = {
-            "profile": self.profile.name,
-            "label": self.profile.label,
+    def publish(self, stage: str, summary: dict, started: float, made: dict | None = None) -> dict:
+        """Write a stage's two records, and return them as one.
+
+        Args:
+            summary: what was found: the same bytes whenever the same is run. Written last, so that its presence means
+                the stage is whole. made: what differs from one run to the next (times, memory, machine).
+        """
+        folder = self.stage(stage)
+        tables = {name: sha256_file(folder / name) for name in OUTPUTS[stage] if name != "ledger.jsonl"}
+        made = {
             "run": self.name,
-            "key": self.key(stage),
             "created": now(),
             "duration_s": round(self._spent(stage) + time.time() - started, 1),
+            **(made or {}),
+        }
+        found = {
+            "profile": self.profile.name,
+            "label": self.profile.label,
+            "key": self.key(stage),
+            "files": tables,
             **summary,
         }
-        write_json(self.stage(stage) / "summary.json", whole)
-        (self.stage(stage) / "spent.json").unlink(missing_ok=True)
-        return whole
+        write_json(folder / MADE, made)
+        write_json(folder / "summary.json", found)
+        (folder / "spent.json").unlink(missing_ok=True)
+        return {**made, **found}
 
     def add_time(self, stage: str, started: float) -> float:
         """Remember the time spent so far on a stage, so that a killed stage's duration is still whole."""
@@ -199,6 +212,12 @@ class Run:
             return 0.0
         record = read_record(path, "key", "seconds")
         return record["seconds"] if record["key"] == self.key(stage) else 0.0
+
+
+def read_summary(folder: Path) -> dict:
+    """A stage's summary and how it was made, as one; raises KvlibError where one of them is no record."""
+    made = read_record(folder / MADE, "run", "created", "duration_s")
+    return {**made, **read_record(folder / "summary.json", "key", "profile", "label", "files")}
 
 
 def _dig(values: dict, key: str):

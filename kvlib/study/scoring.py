@@ -5,7 +5,7 @@ import pandas as pd
 
 from kvlib.divergence import Divergence, path_divergence
 from kvlib.maps import CacheMap
-from kvlib.study.statistics import describe
+from kvlib.study.statistics import describe, paired
 from kvlib.study.store import PromptStore
 
 
@@ -13,11 +13,11 @@ class Scorer:
     """Scores maps on one partition's prompts; the prompts are read into memory once.
 
     Args:
-        store: filled prompts. target: the frozen target. forcing: along which tokens.
+        store: filled prompts. target: the frozen target. articles: each prompt's. forcing: along which tokens.
     """
 
-    def __init__(self, store: PromptStore, target, forcing: str = "oracle"):
-        self.target = target
+    def __init__(self, store: PromptStore, target, articles: list[str], forcing: str = "oracle"):
+        self.target, self.articles = target, articles
         self.prompts = len(store.tokens)
         self.batches = [
             (prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)
@@ -41,6 +41,12 @@ class Scorer:
                 "top1": found.agree.double().mean(-1).tolist(),
             }
         )
+
+
+def against(table: pd.DataFrame, direct: pd.DataFrame, articles: list[str], seed: int) -> dict:
+    """Paired differences from direct reuse over the prompts of one partition; `articles` of each prompt."""
+    differences = table["kl32"] - direct["kl32"]
+    return paired(differences.tolist(), articles, baseline=direct["kl32"].tolist(), seed=seed)
 
 
 def summarise(table: pd.DataFrame) -> dict:

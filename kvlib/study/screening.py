@@ -10,18 +10,21 @@ from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms, slices
+from kvlib.study.gate import gates
 from kvlib.study.learning import Task, Trainer
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
-from kvlib.study.scoring import Scorer, summarise
+from kvlib.study.scoring import Scorer, against, summarise
 from kvlib.study.selection import choose_settings, finalists, rank_arms
+from kvlib.study.statistics import with_holm
 from kvlib.study.store import PromptStore, WindowStore
 
 # What the parts cost, in training steps, so that the time left can be told; measured on two cores.
 WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
+GATE_WINDOWS = 2
 
 
 def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Trainer, Scorer]:
@@ -60,8 +63,20 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
         profile, store, training_target, target.get_output_embeddings().weight.detach().float(), ridge, store.source_scale(),
         fingerprint_of_pair, folder / "arms",
         key=hash_json([data_key, profile.training.model_dump(mode="json"), profile.screening.checkpoints]),
+        articles=[item.article for item in partitions.items(f"{stage}_train")],
     )  # fmt: skip
-    return trainer, Scorer(validation, target)
+    articles = [item.article for item in partitions.items(f"{stage}_validate")]
+    return trainer, Scorer(validation, target, articles)
+
+
+def stage_gates(run: Run, trainer: Trainer, scorer: Scorer, progress: Progress) -> list[dict]:
+    """The gate at the shortest and longest prefix that training cuts, and at the prompts' own."""
+    profile = run.profile
+    longest = profile.partitions.window_tokens - profile.prompt.forced_steps
+    lengths = (profile.training.min_prefix_tokens, profile.prompt.prefix_tokens, longest)
+    windows = trainer.store.windows[:GATE_WINDOWS]
+    tolerance = profile.evaluation.gate_tolerance
+    return gates(scorer.target, windows, lengths, profile.prompt.forced_steps, tolerance, progress)
 
 
 def _check_fingerprints(pair: dict, target, source) -> None:
@@ -100,6 +115,7 @@ def run_screening(run: Run) -> dict:
     )  # fmt: skip
     progress = Progress("screening", total)
     trainer, scorer = prepare(run, "screen", pair, progress)
+    passed = stage_gates(run, trainer, scorer, progress)
     score_units = prompts * SCORE_STEPS
 
     tables = {}
@@ -107,10 +123,11 @@ def run_screening(run: Run) -> dict:
         tables[name] = scorer.table(cache_map)
         progress.advance(score_units, f"{name} scored")
     tasks = [Task(arm, profile.training.seed, steps) for arm in arms]
-    records, curves = [], []
+    records, curves, seconds = [], [], {}
     for number, (arm, task) in enumerate(zip(arms, tasks), 1):
         trained = trainer.train(task, progress, f"arm {number} of {len(arms)}")
         curves.append(trainer.curve(task))
+        seconds[arm.id] = trained.pop("seconds")
         record = {**arm.record(), **trained, "kl32": None, "se": None, "median_kl32": None, "top1": None}
         if trained["status"] == "finished":
             tables[arm.id] = scored_table(trainer, scorer, task, steps, 1.0, progress, score_units)
@@ -118,16 +135,20 @@ def run_screening(run: Run) -> dict:
         records.append(record)
         started = run.add_time("screening", started)
     order = rank_arms(records)
+    compared = against_direct(tables, scorer.articles, profile.seed)
     for record in records:
         record["order"] = order.index(record["id"]) + 1 if record["id"] in order else None
+        record["against_direct"] = compared.get(record["id"])
 
     selected = order[: settings.select]
-    by_id, grid = {task.arm.id: task for task in tasks}, []
+    by_id, grid, cells = {task.arm.id: task for task in tasks}, [], []
     for name in selected:
         for step in settings.checkpoints:
             for scale in settings.scales:
                 table = scored_table(trainer, scorer, by_id[name], step, scale, progress, score_units)
-                grid.append({"arm": name, "checkpoint_step": step, "scale": scale, **summarise(table)})
+                cell = {"arm": name, "checkpoint_step": step, "scale": scale}
+                grid.append({**cell, **summarise(table)})
+                cells.append(table.assign(**cell))
     best = choose_settings(grid)
     parameters = {record["id"]: record["parameters"] for record in records}
     chosen = finalists(best, parameters, min(len(best), settings.select))
@@ -135,8 +156,11 @@ def run_screening(run: Run) -> dict:
     write_table(folder / "curves.parquet", pd.concat(curves, ignore_index=True))
     write_table(
         folder / "validation.parquet",
-        pd.concat([t.assign(arm=name) for name, t in tables.items()], ignore_index=True),
+        pd.concat(
+            [t.assign(arm=name, article=scorer.articles) for name, t in tables.items()], ignore_index=True
+        ),
     )
+    write_table(folder / "grid.parquet", pd.concat(cells, ignore_index=True))
     present = {arm.id for arm in arms}
     axes = {
         axis.removesuffix("_steps"): {
@@ -160,8 +184,21 @@ def run_screening(run: Run) -> dict:
             "grid": grid,
             "chosen": [best[name] for name in chosen],
             "finalists": finalists(best, parameters, settings.finalists),
+            "gates": passed,
         },
         started,
+        {"seconds": seconds},
+    )
+
+
+def against_direct(tables: dict[str, pd.DataFrame], articles: list[str], seed: int) -> dict[str, dict]:
+    """Every scored map against direct reuse, p-values corrected over all of them."""
+    return with_holm(
+        {
+            name: against(table, tables["direct"], articles, seed)
+            for name, table in tables.items()
+            if name != "direct"
+        }
     )
 
 

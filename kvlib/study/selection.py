@@ -1,13 +1,16 @@
 """Which arms go on, and which one is frozen: pure functions of the records."""
 
 import math
+import statistics
 
 from kvlib.errors import KvlibError
 
 FREEZE_RULE = (
-    "Among the confirmed arms whose every seed finished, take the one with the lower mean KL32 on the confirm-validate "
-    "prompts over its seeds, at the checkpoint and residual scale that screening fixed, and of it the weights of the "
-    "median seed. Ties go to fewer parameters, then to the arm's id; ties between seeds to the smaller seed."
+    "Among the confirmed arms whose every seed finished, find the lowest mean KL32 on the confirm-validate prompts over its "
+    "seeds, at the checkpoint and residual scale that screening fixed. Arms within one standard error of it (over that "
+    "arm's seeds) tie. Of those that tie take one that attention can absorb before one that it cannot, then the one with fewer "
+    "parameters, then the lower mean, then the arm's id; and of it the weights of the median seed. Ties between seeds go to "
+    "the smaller seed."
 )
 
 
@@ -52,7 +55,7 @@ def freeze(arms: list[dict]) -> tuple[str, int]:
     """(arm id, seed) by `FREEZE_RULE`.
 
     Args:
-        arms: records with "id", "parameters" and "runs": [{"seed", "status", "kl32"}].
+        arms: records with "id", "parameters", "absorbable" and "runs": [{"seed", "status", "kl32"}].
 
     Raises: KvlibError when no arm finished every seed.
     """
@@ -62,8 +65,37 @@ def freeze(arms: list[dict]) -> tuple[str, int]:
         raise KvlibError(
             "no confirmed arm finished every seed, expected at least one: lower the learning rates and screen again"
         )
-    best = min(whole, key=lambda arm: (mean_kl32(arm), arm["parameters"], arm["id"]))
+    lowest = min(whole, key=lambda arm: (mean_kl32(arm), arm["parameters"], arm["id"]))
+    limit = mean_kl32(lowest) + standard_error(lowest)
+    tied = [arm for arm in whole if mean_kl32(arm) <= limit]
+    best = min(tied, key=lambda arm: (not arm["absorbable"], arm["parameters"], mean_kl32(arm), arm["id"]))
     return best["id"], median_seed(best["runs"])
+
+
+def why_frozen(arms: list[dict], name: str, seed: int) -> str:
+    """One sentence: the means that `freeze` compared, whether they tie, and what decided."""
+    chosen = next(arm for arm in arms if arm["id"] == name)
+    others = [
+        arm for arm in arms if arm["id"] != name and all(r["status"] == "finished" for r in arm["runs"])
+    ]
+    text = f"mean KL32 {mean_kl32(chosen):.5f} over {len(chosen['runs'])} seeds"
+    if others:
+        other = min(others, key=mean_kl32)
+        text += f" against {mean_kl32(other):.5f}"
+        lower, higher = sorted((chosen, other), key=mean_kl32)
+        if mean_kl32(higher) <= mean_kl32(lower) + standard_error(lower):
+            text += f", a tie within the standard error of {standard_error(lower):.5f}"
+            if chosen["absorbable"] != other["absorbable"]:
+                text += ", decided by what attention can absorb"
+            elif chosen["parameters"] != other["parameters"]:
+                text += ", decided by fewer parameters"
+    return f"{text}; the median of its seeds is {seed}"
+
+
+def standard_error(arm: dict) -> float:
+    """Of the mean KL32 over the arm's seeds; 0 for a single seed, so that only equal means tie then."""
+    values = [run["kl32"] for run in arm["runs"]]
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def mean_kl32(arm: dict) -> float:

@@ -19,16 +19,24 @@ BOOTSTRAP_RESAMPLES = 9999
 PAIRED_FIELDS = ("mean", "se", "ci95", "bca95", "wins", "losses", "ties", "prompts", "wilcoxon_p", "sign_p")
 
 
-def describe(values: Sequence[float]) -> dict:
-    """mean, se (of the mean, n − 1), median, q10, q90 and n; `note` where one of them is None."""
+def describe(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> dict:
+    """mean, se (of the mean, n − 1), median, q10, q90 and n; `note` where one of them is None.
+
+    clusters: one label per value (its article); adds `se_clustered`, the cluster-robust error of the mean.
+    """
     x = _vector(values)
+    _check_clusters(x, clusters)
     summary = dict.fromkeys(("mean", "se", "median", "q10", "q90"))
+    if clusters is not None:
+        summary["se_clustered"] = None
     note = _unusable(x)
     if note is None:
         summary |= {"mean": float(x.mean()), "median": float(np.median(x))}
         summary |= {"q10": float(np.quantile(x, 0.1)), "q90": float(np.quantile(x, 0.9))}
         if len(x) > 1:
             summary["se"] = float(stats.sem(x))
+            if clusters is not None:
+                summary["se_clustered"], note = _clustered(x, clusters)
         else:
             note = "one value has no standard error"
     return _with_note(summary | {"n": len(x)}, [note])
@@ -58,10 +66,7 @@ def paired(
     where the lengths differ.
     """
     d = _vector(differences)
-    if clusters is not None and len(clusters) != len(d):
-        raise KvlibError(
-            f"{len(d)} differences came with {len(clusters)} cluster labels; give one label per difference"
-        )
+    _check_clusters(d, clusters)
     asked = [("se_clustered", clusters), ("relative", baseline)]
     result = dict.fromkeys([*PAIRED_FIELDS, *(field for field, given in asked if given is not None)])
     result["prompts"] = len(d)
@@ -100,6 +105,22 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         raise KvlibError(f"p-values must lie between 0 and 1, or be null where there is none; {given} do not")
     adjusted = iter(multipletests(given, method="holm")[1].tolist() if given else [])
     return [None if p is None else next(adjusted) for p in p_values]
+
+
+def with_holm(comparisons: dict[Hashable, dict], tests: Sequence[str] = ("wilcoxon_p", "sign_p")) -> dict:
+    """The same comparisons, read together: each with `<test>_holm` beside every test's p-value."""
+    corrected = {test: holm([found.get(test) for found in comparisons.values()]) for test in tests}
+    return {
+        name: found | {f"{test}_holm": corrected[test][index] for test in tests}
+        for index, (name, found) in enumerate(comparisons.items())
+    }
+
+
+def _check_clusters(x: np.ndarray, clusters: Sequence[Hashable] | None) -> None:
+    if clusters is not None and len(clusters) != len(x):
+        raise KvlibError(
+            f"{len(x)} values came with {len(clusters)} cluster labels; give one label per value"
+        )
 
 
 def _bca(d: np.ndarray, seed: int) -> tuple[list[float] | None, str | None]:

@@ -112,14 +112,25 @@ class WindowStore:
             setattr(view, name, getattr(self, name)[:count])
         return view
 
-    def batch(self, chosen: list[int], cuts: list[int], steps: int, *, with_target: bool) -> Batch:
-        """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced."""
+    def batch(
+        self,
+        chosen: list[int],
+        cuts: list[int],
+        steps: int,
+        *,
+        with_target: bool,
+        source_of: list[int] | None = None,
+    ) -> Batch:
+        """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced.
+
+        source_of: the windows whose source caches are used instead of the chosen windows' own (a control).
+        """
         lengths = torch.tensor(cuts) - 1
         longest = int(lengths.max())
         valid = torch.arange(longest) < lengths[:, None]  # (B, T)
         inputs = torch.stack([self.windows[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
         hidden = torch.stack([self.hidden[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
-        source = self._cut(self.source, chosen, longest, valid)
+        source = self._cut(self.source, source_of or chosen, longest, valid)
         target = self._cut(self.target, chosen, longest, valid) if with_target else source
         self.release()
         return Batch(source, target, inputs, hidden)
@@ -208,3 +219,16 @@ class PromptStore:
         prefix = PrefixCache(list(tensors["keys"]), list(tensors["values"]))
         names = ("inputs", "forced", "hidden")
         return prefix, {f: Reference(*(tensors[f"{f}.{name}"] for name in names)) for f in self.forcings}
+
+    def caches(self, prompts: list[int]) -> PrefixCache:
+        """The source's caches of these prompts, whatever batches they are in; one batch is in memory at a time."""
+        rows: dict[int, tuple[list, list]] = {}
+        for start in self.starts:
+            wanted = [n for n in prompts if start <= n < start + self.batch_prompts]
+            if wanted:
+                prefix, _ = self.batch(start)
+                for n in wanted:
+                    one = prefix.select(slice(n - start, n - start + 1)).clone()
+                    rows[n] = one.keys, one.values
+        join = [[torch.cat(layers) for layers in zip(*(rows[n][kind] for n in prompts))] for kind in (0, 1)]
+        return PrefixCache(*join)

@@ -4,9 +4,11 @@ from kvlib.report.figures.final import kl_by_path, kl_by_step, paired_prompts, s
 from kvlib.report.figures.front import frontier
 from kvlib.report.figures.latency import peak_memory, time_to_first_token
 from kvlib.report.figures.training import confirmation, curves, grid, residual_error, slices
+from kvlib.report.figures.trust import controls
 
 __all__ = [
     "confirmation",
+    "controls",
     "curves",
     "frontier",
     "grid",

@@ -10,6 +10,7 @@ from kvlib.report.prose.results import (
     step_facts,
     times,
 )
+from kvlib.report.prose.trust import trust_facts
 
 __all__ = [
     "colophon_facts",
@@ -23,4 +24,5 @@ __all__ = [
     "screening_facts",
     "step_facts",
     "times",
+    "trust_facts",
 ]

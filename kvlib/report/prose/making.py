@@ -20,7 +20,7 @@ def pair_facts(pair: dict) -> dict[str, str]:
         made = f"The source is {source['name']} as it is published; nothing was pruned."
     else:
         made = (
-            f"The source was made from the target in {duration(pruning['seconds'])}, out of "
+            f"The source was made from the target in {duration(pair['pruning_seconds'])}, out of "
             f"{pruning['calibration_tokens']:,} "
             f"calibration tokens. It keeps {percent(pruning['body_parameters_kept'])} of the parameters "
             "outside the embeddings, and the "
@@ -189,7 +189,7 @@ def _absorbable(arm: dict) -> str:
         if arm["residual"] == "quadratic"
         else f"its {FEATURES[arm['features']]} features"
     )
-    return f"It is not affine in each head's own vector ({reason}), so it is applied in place. The rule looks at KL32 alone, not at this."
+    return f"It is not affine in each head's own vector ({reason}), so it is applied in place."
 
 
 def _capital(text: str) -> str:

@@ -45,16 +45,12 @@ def final_facts(final: dict) -> dict[str, str]:
         )
     )
     facts["opened"] = f"The final prompts have been opened {times(final['opened'])} for this run."
-    controls = [
-        f"{name.replace('_', ' ')} {number(_mean(value))}"
-        for name, value in final.get("controls", {}).items()
-    ]
-    facts["controls"] = (
-        f"Controls, in the same unit: {join(controls)} nats. A path that did no better than these would "
-        "carry no information."
-        if controls
-        else "This version runs no controls (another prompt's cache, an empty one): how much of the gain needs the right "
-        "content is not shown here."
+    learned = headline(final)["paired"]["learned-direct"]
+    facts["worse"] = (
+        f"On {count(learned['losses'])} of {learned['prompts']} prompts, {percent(learned['losses'] / learned['prompts'])}, the "
+        "learned correction is further from native than direct reuse."
+        if learned.get("losses") is not None
+        else "How many prompts get worse cannot be said."
     )
     return facts
 
@@ -194,10 +190,3 @@ def _crossover(latency: dict, kind: str, shortest: int) -> str:
 
 def times(value: int) -> str:
     return {1: "once", 2: "twice"}.get(value, f"{count(value)} times")
-
-
-def _mean(value) -> float | None:
-    if isinstance(value, dict):
-        value = value.get("kl32", value.get("mean"))
-        return _mean(value) if isinstance(value, dict) else value
-    return value

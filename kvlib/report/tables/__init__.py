@@ -14,16 +14,21 @@ from kvlib.report.tables.making import (
     read_layers,
 )
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
+from kvlib.report.tables.trust import controls, decision, first_step, gates, noise, worst
 
 __all__ = [
     "arms",
     "cell_text",
     "colophon",
     "confirmation",
+    "controls",
     "curves",
+    "decision",
     "durations",
+    "first_step",
     "frontier",
     "gate",
+    "gates",
     "grid",
     "hashes",
     "headline",
@@ -33,6 +38,7 @@ __all__ = [
     "machine",
     "memory",
     "models",
+    "noise",
     "paired",
     "partitions",
     "paths",
@@ -42,4 +48,5 @@ __all__ = [
     "steps",
     "to_html",
     "unfold",
+    "worst",
 ]

@@ -106,7 +106,9 @@ def arms(screening: dict) -> pd.DataFrame:
                 "± se": arm["se"],
                 "median KL32": arm["median_kl32"],
                 "top-1": arm["top1"],
-                "training (s)": arm["seconds"],
+                "minus direct (nats)": (arm["against_direct"] or {}).get("mean"),
+                "Wilcoxon p, Holm": (arm["against_direct"] or {}).get("wilcoxon_p_holm"),
+                "training (s)": screening["seconds"][arm["id"]],
                 "note": arm["reason"] or ("selected" if arm["id"] in screening["selected"] else ""),
             }
         )

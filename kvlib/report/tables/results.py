@@ -18,6 +18,7 @@ def paths(final: dict) -> pd.DataFrame:
                     "path": path_label(path),
                     "KL32 (nats)": kl["mean"],
                     "± se": kl["se"],
+                    "± se, by article": kl.get("se_clustered"),
                     "median": kl.get("median"),
                     "10 % below": kl.get("q10"),
                     "90 % below": kl.get("q90"),
@@ -47,8 +48,11 @@ def paired(final: dict) -> pd.DataFrame:
                     "se, clustered by article": p.get("se_clustered"),
                     "lower on": p["wins"],
                     "of prompts": p["prompts"],
+                    "worse on": p.get("losses"),
                     "Wilcoxon p": p.get("wilcoxon_p"),
+                    "… after Holm": p.get("wilcoxon_p_holm"),
                     "sign test p": p.get("sign_p"),
+                    "sign p after Holm": p.get("sign_p_holm"),
                 }
             )
     return pd.DataFrame(rows)

@@ -89,7 +89,7 @@ def first_windows(trainer: Trainer, arm: Arm, count: int, keep: list[int], folde
     screening = trainer.profile.screening.model_copy(update={"checkpoints": keep})
     return replace(
         trainer, profile=trainer.profile.model_copy(update={"screening": screening}), store=trainer.store.first(count),
-        folder=folder, key=hash_json([trainer.key, "first windows", count, keep]),
+        articles=trainer.articles[:count], folder=folder, key=hash_json([trainer.key, "first windows", count, keep]),
     )  # fmt: skip
 
 

@@ -54,7 +54,6 @@ def run_evidence(run: Run) -> dict:
     work = folder / f"work-{hash_json(manifest_hash)[:10]}"
     work.mkdir(parents=True, exist_ok=True)
     partitions, tokenizer = load_partitions(run), load_pair_tokenizer(run)
-    windows, validation = profile.partitions.confirm_train.items, profile.partitions.confirm_validate.items
     progress = Progress(STAGE, _units(run, pair["target"]["layers"]))
 
     if not openings(
@@ -80,17 +79,15 @@ def run_evidence(run: Run) -> dict:
     write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
     quality = work / "quality.parquet"
     if quality.exists():
-        progress.skip(validation * QUALITY_STEPS)
+        progress.skip(scorer.prompts * QUALITY_STEPS)
     else:
         tokens = partitions.tokens("confirm_validate", tokenizer)[:, : profile.prompt.prefix_tokens]
         write_table(quality, measure_quality(scorer.target, tokens, scorer.batches, maps, progress))
     write_table(folder / "ridge.parquet", read_table(quality))
 
-    titles = [item.article for item in partitions.items("confirm_train")]
-    assert len(titles) == windows
     return run.publish(
         STAGE,
-        {**facts(run, frozen, manifest_hash), **summarise_tables(run, window_facts(run, titles))},
+        facts(run, frozen, manifest_hash) | summarise_tables(run, window_facts(run, trainer.articles)),
         started,
     )
 

@@ -1,0 +1,168 @@
+"""Sentences of “Can this be trusted?”: what was attacked and what came of it."""
+
+from kvlib.report.figures.trust import control_label
+from kvlib.report.summaries import headline, main_forcing
+from kvlib.report.wording import UNKNOWN, count, join, number, percent, plural
+from kvlib.study.decision import CONTENT_SHARE, NOISE_FACTOR
+
+VERDICTS = {
+    "improves": "By the rule, the learned correction improves on direct reuse.",
+    "harms": "By the rule, the learned correction does harm here: direct reuse is better.",
+    "undecided": "By the rule, this run is undecided: the learned correction cannot be told from direct reuse.",
+}
+
+
+def trust_facts(records: dict[str, dict]) -> dict[str, str]:
+    final = records["frozen_evaluation"]
+    return {
+        "gates": gates_sentence(records),
+        "noise": noise_sentence(final),
+        "canary": canary_sentence(final),
+        "controls": controls_sentence(final),
+        "wrong_trained": wrong_trained_sentence(final, records["confirmation"]),
+        "verdict": verdict_sentence(final),
+        "content": content_sentence(final),
+        "rule_hash": records["pair"]["decision_rule"],
+        "holm": holm_sentence(records),
+    }
+
+
+def gates_sentence(records: dict[str, dict]) -> str:
+    found = [gate for summary in records.values() for gate in summary.get("gates", [])]
+    worst = max(found, key=lambda gate: max(gate["max_abs_difference"].values()) / gate["tolerance"])
+    lengths = sorted({gate["prefix_tokens"] for gate in found})
+    failed = [gate for gate in found if not gate["passed"]]
+    verdict = (
+        "all of them passed"
+        if not failed
+        else f"{count(len(failed))} FAILED: no figure after that can be trusted"
+    )
+    return (
+        f"{count(len(found)).capitalize()} gates stood before the stages of this run, over prefixes of {lengths[0]:,} to "
+        f"{lengths[-1]:,} tokens; {verdict}. The largest difference against what was allowed is "
+        f"{max(worst['max_abs_difference'].values()):.1e} of {worst['tolerance']:g}, where the largest logit is "
+        f"{number(worst['logit_scale'], 1)}."
+    )
+
+
+def noise_sentence(final: dict) -> str:
+    """How the gain compares with native against itself."""
+    found, gain = headline(final), headline(final)["paired"]["learned-direct"]["mean"]
+    entries = found.get("noise", {})
+    if gain is None or not entries:
+        return "The noise of native against itself was not measured in this run."
+    parts = entries["native_two_parts"]["kl32"]["mean"]
+    text = (
+        f"Prefilled in two parts instead of one, native differs from itself by {parts:.1e} nats: that is the floor of "
+        f"this measurement. The learned correction's mean difference from direct reuse, {abs(gain):.4f} nats, is "
+    )
+    text += f"{_times(abs(gain), parts)}."
+    rough = entries.get("native_training_dtype")
+    if rough is not None:
+        level = rough["kl32"]["mean"]
+        text += (
+            f" In the number format that training computes in, native differs from itself by {level:.1e} nats; no reported "
+            "figure is computed in it."
+        )
+    return text
+
+
+def _times(gain: float, noise: float) -> str:
+    if noise <= 0:
+        return "not comparable with it, since the floor is not above zero"
+    factor = gain / noise
+    if factor < 1.5:
+        return "not larger than that"
+    return f"{factor:.0f} times that" if factor < 1000 else "more than a thousand times that"
+
+
+def canary_sentence(final: dict) -> str:
+    found = headline(final)["step1"]
+    said = [
+        f"{number(found[path]['kl']['mean'], 3)} nats and {percent(found[path]['top1'])} for {path}"
+        for path in ("direct", "ridge", "learned")
+    ]
+    return (
+        f"At the first new token alone, KL and agreement with native are {join(said, '; ')}. It is the one token that a "
+        "handoff must get right before any of the target's own tokens can help."
+    )
+
+
+def controls_sentence(final: dict) -> str:
+    controls, direct = final["controls"], headline(final)["paths"]["direct"]["kl32"]["mean"]
+    if not controls:
+        return "This run has no controls."
+    worse = [name for name, entry in controls.items() if entry["kl32"]["mean"] > direct]
+    better = [name for name in controls if name not in worse]
+    empty = {name: controls[name]["kl32"]["mean"] for name in ("other_prompt", "zeros") if name in controls}
+    said = join([f"{control_label(name)} has {number(value, 2)}" for name, value in empty.items()])
+    text = f"Direct reuse has {number(direct)} nats; {said}. " if empty else ""
+    if not better:
+        return f"{text}Every control is worse than direct reuse of the right cache."
+    named = join([control_label(name) for name in better])
+    verb = "is" if len(better) == 1 else "are"
+    return f"{text}Not worse than direct reuse {verb}: {named}. What that says is below."
+
+
+def wrong_trained_sentence(final: dict, confirmation: dict) -> str:
+    controls, decision = final["controls"], final["decision"]
+    if "wrong_trained" not in controls:
+        reason = confirmation.get("wrong_trained", {}).get("reason") or "it was not trained"
+        return f"There is no map trained on wrong prompts: {reason}."
+    share, right = decision["content_share"], controls["wrong_trained"]["kl32"]["mean"]
+    text = (
+        "The same map, trained as long on caches of other prompts, "
+        f"has {number(right)} nats on the right cache; "
+    )
+    if share is None:
+        return text + "the learned correction has no gain of which it could recover a share."
+    if share <= 0:
+        return text + "it recovers nothing of the learned correction's gain."
+    return text + (
+        f"it recovers {percent(share)} of the learned correction's gain. That part needs no right content: it is what a "
+        "map of this size can learn about the target and the text in general."
+    )
+
+
+def verdict_sentence(final: dict) -> str:
+    decision = final["decision"]
+    failed = [name for name, held in decision["criteria"].items() if not held]
+    text = VERDICTS[decision["verdict"]]
+    if decision["verdict"] == "undecided":
+        text += f" Not met: {join(failed)}."
+    if decision["exceeds_noise"] is not None:
+        text += f" The gain {'is' if decision['exceeds_noise'] else 'is not'} more than {NOISE_FACTOR} times the noise floor."
+    return text
+
+
+def content_sentence(final: dict) -> str:
+    decision = final["decision"]
+    if decision["needs_content"] is None:
+        return "Whether the gain needs the right content was not measured completely."
+    if decision["needs_content"]:
+        return "By the rule, the gain needs the right content."
+    failed = [control_label(name) for name, held in decision["content"].items() if held is False]
+    return (
+        f"By the rule, the gain does not need the right content in every respect: the criterion fails for {join(failed)} "
+        f"(a map trained on wrong prompts may recover less than {percent(CONTENT_SHARE, 0)} of it)."
+    )
+
+
+def holm_sentence(records: dict[str, dict]) -> str:
+    """How many comparisons were read together, and how many stay below 5 % after Holm."""
+    arms = [a for a in records["screening"]["arms"] if a.get("against_direct")]
+    final, forcing = records["frozen_evaluation"], main_forcing(records["frozen_evaluation"])
+
+    def below(found: list[dict]) -> int:
+        return sum((p.get("wilcoxon_p_holm") or 1) < 0.05 for p in found)
+
+    screened = below([arm["against_direct"] for arm in arms])
+    together = [p for f in final["forcing"].values() for p in f["paired"].values()]
+    p = final["forcing"][forcing]["paired"]["learned-direct"].get("wilcoxon_p_holm")
+    said = UNKNOWN if p is None else f"{p:.2g}"
+    return (
+        f"In the screen {plural(len(arms), 'arm')} were compared with direct reuse on the validation prompts; after Holm's "
+        f"correction {count(screened)} of them differ from it at the 5 % level. In the final evaluation "
+        f"{plural(len(together), 'comparison')} are read together, of which {count(below(together))} do; the learned "
+        f"correction's Wilcoxon p after Holm is {said}."
+    )

@@ -1,0 +1,140 @@
+"""Tables of “Can this be trusted?” and of where the learned correction does harm."""
+
+import pandas as pd
+
+from kvlib.report.figures.trust import control_label
+from kvlib.report.palette import PATHS, path_label
+from kvlib.report.summaries import main_forcing
+from kvlib.study.controls import CONTROLS, NOISE
+from kvlib.study.decision import CRITERIA
+
+STAGE_NAMES = {"frozen_evaluation": "final evaluation"}
+
+
+def _in_order(found: dict, order) -> list[tuple[str, object]]:
+    """A record's entries in the order in which a page names them: JSON keeps them by the alphabet."""
+    return [(name, found[name]) for name in order if name in found]
+
+
+def gates(records: dict[str, dict]) -> pd.DataFrame:
+    """Every gate of every stage, in the order in which they were passed."""
+    rows = [
+        {
+            "stage": STAGE_NAMES.get(stage, stage),
+            "prefix (tokens)": found["prefix_tokens"],
+            "prompts": found["prompts"],
+            "logits compared": found["comparisons"],
+            **{
+                f"{mode.replace('_', ' ')} (logits)": value
+                for mode, value in found["max_abs_difference"].items()
+            },
+            "allowed (logits)": found["tolerance"],
+            "largest logit": found["logit_scale"],
+            "passed": found["passed"],
+        }
+        for stage, summary in records.items()
+        for found in summary.get("gates", [])
+    ]
+    return pd.DataFrame(rows)
+
+
+def noise(final: dict) -> pd.DataFrame:
+    """Native against itself, by forcing."""
+    rows = [
+        {
+            "forcing": forcing,
+            "native against": NOISE[name],
+            "KL32 (nats)": entry["kl32"]["mean"],
+            "± se": entry["kl32"]["se"],
+            "top-1": entry["top1"],
+            "first step, KL (nats)": entry["step1"]["kl"]["mean"],
+        }
+        for forcing, found in final["forcing"].items()
+        for name, entry in _in_order(found["noise"], NOISE)
+    ]
+    return pd.DataFrame(rows)
+
+
+def first_step(final: dict) -> pd.DataFrame:
+    """The first new token alone, by forcing and path."""
+    rows = [
+        {
+            "forcing": forcing,
+            "path": path_label(path),
+            "KL at step 1 (nats)": entry["kl"]["mean"],
+            "± se": entry["kl"]["se"],
+            "top-1 at step 1": entry["top1"],
+        }
+        for forcing, found in final["forcing"].items()
+        for path, entry in _in_order(found["step1"], PATHS)
+    ]
+    return pd.DataFrame(rows)
+
+
+def controls(final: dict) -> pd.DataFrame:
+    """Every control under every forcing, with its paired difference from direct reuse."""
+    rows = []
+    for forcing, found in final["forcing"].items():
+        for name, entry in _in_order(found["controls"], CONTROLS):
+            low, high = entry["paired"].get("ci95") or (None, None)
+            rows.append(
+                {
+                    "forcing": forcing,
+                    "control": control_label(name),
+                    "what it is": CONTROLS[name][2],
+                    "KL32 (nats)": entry["kl32"]["mean"],
+                    "± se": entry["kl32"]["se"],
+                    "± se, by article": entry["kl32"]["se_clustered"],
+                    "top-1": entry["top1"],
+                    "first step, KL (nats)": entry["step1"]["kl"]["mean"],
+                    "minus direct (nats)": entry["paired"]["mean"],
+                    "95 % from": low,
+                    "to": high,
+                    "Wilcoxon p, Holm": entry["paired"].get("wilcoxon_p_holm"),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def decision(final: dict) -> pd.DataFrame:
+    """The rule's criteria, one row each."""
+    found = final["decision"]
+    rows = [("primary comparison", name, held) for name, held in _in_order(found["criteria"], CRITERIA)]
+    rows += [
+        ("needs the right content", control_label(name), held)
+        for name, held in _in_order(found["content"], CONTROLS)
+    ]
+    rows.append(("exceeds the noise", "ten times native in two parts", found["exceeds_noise"]))
+    return pd.DataFrame(
+        [(part, name, "not measured" if held is None else held) for part, name, held in rows],
+        columns=["part of the rule", "criterion", "holds"],
+    )
+
+
+def worst(prompts: pd.DataFrame, steps: pd.DataFrame, final: dict, count: int = 5) -> pd.DataFrame:
+    """The prompts on which the learned correction loses most against direct reuse, and where it parts from native."""
+    forcing = main_forcing(final)
+    rows = prompts[prompts.forcing == forcing]
+    wide = rows.pivot(index="prompt", columns="path", values="kl32")
+    order = (wide.learned - wide.direct).sort_values(ascending=False).head(count)
+    about = rows.drop_duplicates("prompt").set_index("prompt")
+    learned = steps[(steps.forcing == forcing) & (steps.path == "learned")]
+    found = []
+    for prompt, difference in order.items():
+        own = learned[learned.prompt == prompt].sort_values("step")
+        parted = own[~own.agree.astype(bool)]
+        first = parted.iloc[0] if len(parted) else None
+        found.append(
+            {
+                "prompt": int(prompt),
+                "article": about.article[prompt],
+                "end of the prompt": "… " + " ".join(str(about.text[prompt]).split())[-160:],
+                "direct KL32": wide.direct[prompt],
+                "learned KL32": wide.learned[prompt],
+                "learned − direct": difference,
+                "they part at step": None if first is None else int(first.step),
+                "native says": None if first is None else repr(first.native_token),
+                "learned says": None if first is None else repr(first.path_token),
+            }
+        )
+    return pd.DataFrame(found)
