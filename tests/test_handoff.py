@@ -118,7 +118,7 @@ def test_refusals_are_one_sentence():
     with handoff(model, prefix, DirectMap()) as active:
         with pytest.raises(KvlibError, match=r"expected \(2, S\)"):
             active.logits(ids[:1, -1:])
-        with pytest.raises(KvlibError, match="held back"):
+        with pytest.raises(KvlibError, match="covers all 7 tokens"):
             active.generate(ids[:, 1:])
     with handoff(model, prefix, DirectMap()) as active:
         active.logits(ids[:, -1:])
