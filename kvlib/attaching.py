@@ -9,9 +9,6 @@ from kvlib.attention import two_segment_attention
 from kvlib.errors import KvlibError
 from kvlib.geometry import name_or_type
 
-# What some models ask of attention beyond a scaled softmax; `two_segment_attention` has none of it.
-UNSUPPORTED = ("softcap", "s_aux", "sliding_window", "position_bias", "head_mask")
-
 
 def compute_dtype(model) -> torch.dtype:
     """The dtype in which attention applies a map: float32 on a CPU (see `two_segment_attention`), else the model's."""
@@ -25,14 +22,15 @@ def attach(model, cache, maps, valid):
     Args:
         maps: (key, value) `Affine` per layer. valid: bool (B, T) or None.
 
-    Returns: a function that takes it away again; its `calls` counts how often the model came by.
+    Returns: a function that takes it away again; its `calls` counts how often the model came by, its `name` is
+    the attention's.
     """
     name = f"kvlib-handoff-{uuid.uuid4().hex}"
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         layer = cache.layers[module.layer_idx]
         restore.calls += 1
-        _check_call(model, layer, query, key, kwargs)
+        _check_call(model, layer, query, key)
         key_map, value_map = maps[module.layer_idx]
         out = two_segment_attention(
             query, layer.prefix_keys, layer.prefix_values, key, value, scaling, key_map, value_map, valid
@@ -47,11 +45,11 @@ def attach(model, cache, maps, valid):
         model.config._attn_implementation = before
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
-    restore.calls = 0
+    restore.calls, restore.name = 0, name
     return restore
 
 
-def _check_call(model, layer, query, key, asked: dict) -> None:
+def _check_call(model, layer, query, key) -> None:
     """Raises KvlibError when attention was called for something else than reading on after the prefix."""
     if key.data_ptr() != layer.keys.data_ptr():
         raise KvlibError(
@@ -62,10 +60,4 @@ def _check_call(model, layer, query, key, asked: dict) -> None:
         raise KvlibError(
             f"{query.shape[0]} sequences read a handed-over cache of {layer.prefix_keys.shape[0]} prompts, expected as many: leave "
             "out beams and num_return_sequences"
-        )
-    unsupported = [what for what in UNSUPPORTED if asked.get(what) is not None]
-    if unsupported:
-        raise KvlibError(
-            f"the model {name_or_type(model)} asks attention for {unsupported[0]}, expected a plain scaled softmax: choose another "
-            "model"
         )

@@ -9,12 +9,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvlib import guards
 from kvlib.errors import KvlibError
-from kvlib.geometry import Geometry, check_full_attention, name_or_type, windowed_layers
+from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
 from kvlib.origin import Origin
-
-# Their home is elsewhere; other files know them from here.
-__all__ = ["Geometry", "PrefixCache", "check_prompt", "forward", "name_or_type", "prefill", "windowed_layers"]
 
 
 class PrefixCache:
@@ -116,7 +113,8 @@ class PrefixCache:
         """The prompts at these indices of the batch (a list, a slice or a tensor)."""
         rows = guards.chosen_rows(prompts, self.batch)
         valid, ids = (None if t is None else t[rows.to(t.device)] for t in (self.valid, self.input_ids))
-        return self._like([k[prompts] for k in self.keys], [v[prompts] for v in self.values], valid, ids)
+        part = prompts if isinstance(prompts, slice) else rows.to(self.device)  # a slice gives views
+        return self._like([k[part] for k in self.keys], [v[part] for v in self.values], valid, ids)
 
     def clone(self) -> "PrefixCache":
         valid = None if self.valid is None else self.valid.clone()
@@ -158,10 +156,10 @@ class PrefixCache:
             model: which computed it. input_ids: (B, T) over which tokens. Say both where they are known: a handoff can
                 then tell a cache of another model or prompt.
         """
-        if not isinstance(getattr(cache, "layers", None), list):
+        if not isinstance(getattr(cache, "layers", None), list) or not cache.layers:
             raise KvlibError(
-                f"a {type(cache).__name__} given, expected a transformers cache with one entry in `layers` per layer: "
-                "run the model with use_cache=True, or pass tensors to PrefixCache"
+                f"a {type(cache).__name__} without layers given, expected a transformers cache that a model has filled: "
+                "prefill with a model that keeps keys and values, or pass tensors to PrefixCache"
             )
         for layer, held in enumerate(cache.layers):
             if getattr(held, "is_sliding", False):

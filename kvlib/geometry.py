@@ -60,6 +60,14 @@ def rope_settings(config) -> dict:
     return dict(getattr(config, "rope_parameters", None) or {})
 
 
+def rope_difference(given: dict, wanted: dict) -> str:
+    """Which settings differ, in words; equal settings can still rotate differently."""
+    differ = [name for name in sorted(given.keys() | wanted.keys()) if given.get(name) != wanted.get(name)]
+    if differ:
+        return ", ".join(f"{name} {given.get(name)} against {wanted.get(name)}" for name in differ)
+    return "the settings are the same, but one model's frequencies were rounded or changed (load with dtype= rather than convert)"
+
+
 def rotary_of(model):
     """A callable: positions (B, T) -> cos, sin (B, T, D) in float32, as the model itself computes them."""
     embedding = getattr(model.base_model, "rotary_emb", None)

@@ -84,7 +84,7 @@ def check_padding(valid, like: torch.Tensor) -> None:
 def chosen_rows(prompts, batch: int) -> torch.Tensor:
     """The rows that `prompts` (a list, a slice or a 1-dimensional tensor) picks out of `batch`; KvlibError for none."""
     try:
-        rows = torch.arange(batch)[prompts.cpu() if isinstance(prompts, torch.Tensor) else prompts]
+        rows = torch.arange(batch)[prompts if isinstance(prompts, slice) else torch.as_tensor(prompts).cpu()]
     except (IndexError, TypeError, ValueError, RuntimeError):
         rows = torch.empty(0)
     if rows.ndim != 1 or len(rows) == 0:

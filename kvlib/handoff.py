@@ -14,12 +14,14 @@ import torch
 from kvlib import guards
 from kvlib.attaching import attach, compute_dtype
 from kvlib.attention import IDENTITY
-from kvlib.cache import PrefixCache, cache_argument, forward, handoff_cache
+from kvlib.cache import PrefixCache, cache_argument, forward, handoff_cache, prefill
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, name_or_type, rotary_of
-from kvlib.maps.base import CacheMap
+from kvlib.maps import CacheMap, DirectMap
 
 OURS = ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache")
+# Kinds of model that the tests hold against native prefill; any other is held against it here, before it is used.
+PROVEN = ("gemma", "llama", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
 MODES = ("auto", "absorbed", "in_place", "materialised")
 
 
@@ -48,6 +50,7 @@ def handoff(
     check_arguments(model, prefix, cache_map, mode)
     if check:
         prefix.check_fits(model)
+        check_target(model)
         if source is not None:
             _check_source(prefix, source)
         prefix.check_finite("the source")
@@ -104,6 +107,35 @@ def _check_source(prefix: PrefixCache, source) -> None:
     prefix.origin.check_source(source)
 
 
+@torch.no_grad()
+def check_target(model) -> None:
+    """Raises KvlibError unless `model` reads its own cache, handed back, as it reads the prompt; four tokens are tried.
+
+    Attention of its own making, an output head that does more than one matrix, and layers that look ahead all pass
+    without an error and give other logits. Kinds of model that the tests cover are not tried again.
+    """
+    if model.config.model_type in PROVEN:
+        return
+    remedy = "expected one that reads it as its own: choose another model"
+    ids = torch.arange(1, 5, device=next(model.parameters()).device).unsqueeze(0) % model.config.vocab_size
+    try:
+        native = model(ids).logits[:, 2:]
+        with handoff(model, prefill(model, ids[:, :2]), DirectMap(), check=False) as active:
+            logits = active.logits(ids[:, 2:])
+    except (KvlibError, RuntimeError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = reason.partition(", expected")[0].partition(". ")[0]  # one sentence out of two
+        raise KvlibError(
+            f"the model {name_or_type(model)} cannot read a handed-over cache ({reason}), {remedy}"
+        ) from error
+    scale = float(native.abs().max())
+    gap = float((logits - native).abs().max())
+    if gap > scale * (0.1 if native.element_size() < 4 else 1e-3):
+        raise KvlibError(
+            f"the model {name_or_type(model)} given its own cache back moves its logits by {gap:.2g} of {scale:.2g}, {remedy}"
+        )
+
+
 class Handoff:
     """An active handoff. `mode` and `reason` say what was chosen and why; `cache` is the transformers cache."""
 
@@ -145,6 +177,10 @@ class Handoff:
     def _check_active(self) -> None:
         if self._restore is None:
             raise KvlibError("a handoff was used outside its `with` block: enter it first")
+        if self.model.config._attn_implementation != self._restore.name:
+            raise KvlibError(
+                f"another handoff into {name_or_type(self.model)} was begun within this one, expected one at a time: leave it first"
+            )
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read tokens (B, S): final hidden states (B, S, C)."""

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from kvlib.errors import KvlibError
-from kvlib.geometry import RotarySample, name_or_type, rope_settings, rotary_gap
+from kvlib.geometry import RotarySample, name_or_type, rope_difference, rope_settings, rotary_gap
 
 SAMPLED = 16  # neighbouring values out of the middle of every weight
 
@@ -80,9 +80,9 @@ class Origin:
         gap = rotary_gap(model, self.rotary)
         if gap > 0:
             raise KvlibError(
-                f"the cache's keys were rotated by {self.model} with {self.rope}, the model {name_or_type(model)} rotates with "
-                f"{rope_settings(model.config)}, cos and sin up to {gap:.2g} apart: hand over between models with one rotary "
-                "embedding"
+                f"the cache's keys were rotated by {self.model} otherwise than {name_or_type(model)} rotates them: "
+                f"{rope_difference(self.rope, rope_settings(model.config))}, cos and sin up to {gap:.2g} apart; hand over between "
+                "models with one rotary embedding"
             )
 
     def check_prompt(self, prompt: torch.Tensor, valid: torch.Tensor | None) -> None:

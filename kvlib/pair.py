@@ -20,7 +20,7 @@ from kvlib.geometry import (
     rotary_of,
     windowed_layers,
 )
-from kvlib.handoff import Handoff, handoff
+from kvlib.handoff import Handoff, check_target, handoff
 from kvlib.maps.base import CacheMap
 
 # The rotary functions' home is elsewhere; other files know them from here.
@@ -163,6 +163,7 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
     if dtypes[0] != dtypes[1]:
         differ("dtype", *dtypes, "load both with the same dtype=")
     _check_rotary(target, source, differ)
+    check_target(target)
 
 
 def _check_tokenizers(names, target, source):

@@ -94,7 +94,7 @@ class RidgeAccumulator:
         ):
             raise KvlibError(
                 f"caches of {source.geometry}, {source.tokens} tokens and {target.geometry}, {target.tokens} tokens given, "
-                f"expected both {self.geometry} over the same tokens"
+                f"expected both {self.geometry} over the same tokens: prefill both models with one tensor of ids"
             )
         check_same_prompts(source, target)
         first = self.shift_x is None
@@ -146,9 +146,10 @@ class RidgeAccumulator:
 def check_same_prompts(source: PrefixCache, target: PrefixCache) -> None:
     """Raises KvlibError unless two caches are finite, without padding, and over the same prompts as far as is known."""
     if source.batch != target.batch or source.valid is not None or target.valid is not None:
+        padded = " with padding" if source.valid is not None or target.valid is not None else ""
         raise KvlibError(
-            f"caches of {source.batch} and {target.batch} prompts{'' if source.valid is target.valid else ', padded,'} given, "
-            "expected as many of both and no padding: add the prompts one by one"
+            f"caches of {source.batch} and {target.batch} prompts{padded} given, expected as many of both and no padding: "
+            "add the prompts one by one"
         )
     ids = source.input_ids, target.input_ids
     if ids[0] is not None and ids[1] is not None and not torch.equal(ids[0].to(ids[1].device), ids[1]):
