@@ -208,6 +208,26 @@ def test_broken_map_files_are_refused(tmp_path):
         load_map(tmp_path / "nowhere.safetensors", pair="p")
 
 
+def test_a_map_whose_scales_are_one_tensor_is_saved_too(tmp_path):
+    scale = torch.ones(3, 2)
+    fresh = ResidualMap.initial(scale, scale, 16, 4, generator=torch.Generator().manual_seed(0))
+    save_map(fresh, tmp_path / "m.safetensors", pair="p")
+    assert torch.equal(load_map(tmp_path / "m.safetensors", pair="p").value_scale, scale)
+
+
+def test_what_cannot_be_written_or_read_as_a_map_is_one_sentence(tmp_path):
+    for call, sentence in (
+        (lambda: save_map(DirectMap(), tmp_path / "m", pair=None), "pair=NoneType given"),
+        (lambda: save_map(DirectMap(), tmp_path / "m", pair="p", provenance={"a": {1}}), "no JSON"),
+        (lambda: map_provenance(tmp_path / "nowhere"), "cannot be read"),
+        (lambda: map_provenance(tmp_path), "cannot be read"),
+        (lambda: load_map(tmp_path, pair="p"), "cannot be read"),
+    ):
+        with pytest.raises(KvlibError, match=sentence):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "damage",
     [

@@ -151,6 +151,8 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         pair: fingerprint of the pair that it was made for. provenance: JSON types, kept in the metadata.
     """
     path = Path(path)
+    if not isinstance(pair, str):
+        raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
     description = {
         "format": FORMAT,
         "kind": cache_map.kind,
@@ -159,8 +161,14 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         "provenance": provenance or {},
     }
     # One key: safetensors writes several in an order that changes from run to run, and equal maps are equal files.
-    metadata = {"kvlib": json.dumps(description, sort_keys=True)}
-    tensors = {n: t.detach().cpu().contiguous() for n, t in cache_map.tensors().items()}
+    try:
+        metadata = {"kvlib": json.dumps(description, sort_keys=True)}
+    except TypeError as error:
+        raise KvlibError(
+            f"provenance that is no JSON given ({error}): use strings, numbers, lists and dicts"
+        ) from error
+    # Clones: safetensors refuses tensors that share memory, as two scales may.
+    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in cache_map.tensors().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
     os.close(handle)
@@ -189,19 +197,8 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
     if pair is not None and not isinstance(pair, str):
         raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
-    try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise KvlibError(
-            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
-        ) from error
-    if (
-        not isinstance(described, dict)
-        or described.get("format") != FORMAT
-        or described.get("kind") not in [*kinds]
-    ):
+    described, tensors = _read(path, with_tensors=True)
+    if described.get("format") != FORMAT or described.get("kind") not in [*kinds]:
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
     made_for = str(described.get("pair"))
     if pair is not None and made_for != pair:
@@ -222,6 +219,19 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
 
 
 def map_provenance(path: Path) -> dict:
-    """The provenance that was saved with a map."""
-    with safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get("kvlib", "{}")).get("provenance", {})
+    """The provenance that was saved with a map; KvlibError for a file that cannot be read."""
+    described, _ = _read(path, with_tensors=False)
+    return described.get("provenance", {})
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The description of a map's file, empty for safetensors of another kind, and its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise KvlibError(
+            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
+        ) from error
+    return described if isinstance(described, dict) else {}, tensors
