@@ -1,43 +1,17 @@
 """A prompt's key-value cache as plain tensors; the only file that touches transformers' cache classes."""
 
 import inspect
-from dataclasses import dataclass
+import operator
 
 import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from kvlib import guards
 from kvlib.errors import KvlibError
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What two models must share before one can read the other's cache."""
-
-    layers: int
-    heads: int
-    head_dim: int
-
-    @classmethod
-    def of(cls, model) -> "Geometry":
-        """Read from the configuration: `head_dim` need not be hidden size / heads (Minitron: 128, not 96)."""
-        config = model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(config.num_hidden_layers, config.num_key_value_heads, head_dim)
-
-
-def name_or_type(model) -> str:
-    return model.config.name_or_path or f"a {model.config.model_type} model"
-
-
-def windowed_layers(model) -> str | None:
-    """What keeps a layer from attending to every position ("a sliding window", …); None when every layer does."""
-    config = model.config
-    kinds = [kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"]
-    if kinds:
-        return kinds[0]
-    sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    return "a sliding window" if sliding else None
+from kvlib.geometry import Geometry, check_full_attention
+from kvlib.guards import check_prompt
+from kvlib.origin import Origin
 
 
 class PrefixCache:
@@ -46,38 +20,41 @@ class PrefixCache:
     Args:
         keys, values: one tensor (B, H, T, D) per layer.
         valid: bool (B, T), false at padding; None when nothing is padded.
+        origin: who computed them, over which tokens; None when that is not known.
+        corrected_by: the kind of map that was applied to the tensors, None for a model's own cache.
 
     Tensors are shared, never copied; `clone` makes a copy.
     """
 
     def __init__(
-        self, keys: list[torch.Tensor], values: list[torch.Tensor], valid: torch.Tensor | None = None
+        self,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        valid: torch.Tensor | None = None,
+        *,
+        origin: Origin | None = None,
+        corrected_by: str | None = None,
     ):
-        if len(keys) == 0 or len(keys) != len(values):
+        keys, values = guards.check_layers(keys, values)
+        guards.check_padding(valid, keys[0])
+        ids = None if origin is None else origin.input_ids
+        if ids is not None and ids.shape != (keys[0].shape[0], keys[0].shape[2]):
             raise KvlibError(
-                f"a cache needs as many key as value layers and at least one; got {len(keys)} key and "
-                f"{len(values)} value layers: pass one tensor of each per layer"
+                f"the cache is over {(keys[0].shape[0], keys[0].shape[2])} positions as (B, T) and is said to be of token ids "
+                f"{tuple(ids.shape)}, expected as many: pass the ids that were prefilled"
             )
-        shape, dtype = keys[0].shape, keys[0].dtype
-        for name, tensors in (("key", keys), ("value", values)):
-            for layer, tensor in enumerate(tensors):
-                if tensor.ndim != 4 or tensor.shape != shape or tensor.dtype != dtype:
-                    raise KvlibError(
-                        f"{name} layer {layer} of the cache is {tuple(tensor.shape)} {tensor.dtype}, expected "
-                        f"{tuple(shape)} {dtype} like key layer 0, as (B, H, T, D): rebuild the cache from one prefill"
-                    )
-        if shape[2] == 0 or shape[0] == 0:
-            raise KvlibError(
-                "the cache is empty (0 positions or prompts), expected at least 1: prefill a prompt of 2 tokens or more"
-            )
-        if valid is not None and (
-            valid.shape != (shape[0], shape[2]) or valid.dtype != torch.bool or not valid.any(-1).all()
-        ):
-            raise KvlibError(
-                f"the cache's validity mask is {tuple(valid.shape)} {valid.dtype}, expected {(shape[0], shape[2])} torch.bool, one "
-                "entry per prompt and position and at least one valid position per prompt"
-            )
-        self.keys, self.values, self.valid = list(keys), list(values), valid
+        self.keys, self.values, self.valid = keys, values, valid
+        self.origin, self.corrected_by = origin, corrected_by
+
+    def _like(self, keys, values, valid, input_ids=None) -> "PrefixCache":
+        """The same cache with other tensors; input_ids: the origin's, cut as they are."""
+        origin = None if self.origin is None else self.origin.over(input_ids)
+        return PrefixCache(keys, values, valid, origin=origin, corrected_by=self.corrected_by)
+
+    @property
+    def input_ids(self) -> torch.Tensor | None:
+        """The tokens that it covers, (B, T), where they are known."""
+        return None if self.origin is None else self.origin.input_ids
 
     @property
     def batch(self) -> int:
@@ -92,22 +69,25 @@ class PrefixCache:
         return self.keys[0].dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
     def geometry(self) -> Geometry:
         return Geometry(len(self.keys), self.keys[0].shape[1], self.keys[0].shape[3])
 
     @property
     def positions(self) -> torch.Tensor:
         """Rotary position of every entry, (B, T); padded entries count from zero at the first valid one."""
-        device = self.keys[0].device
         if self.valid is None:
-            return torch.arange(self.tokens, device=device).expand(self.batch, -1)
+            return torch.arange(self.tokens, device=self.device).expand(self.batch, -1)
         return (self.valid.long().cumsum(-1) - 1).clamp(min=0)
 
     @property
     def lengths(self) -> torch.Tensor:
         """Number of valid positions per prompt, (B,): the position of the next token."""
         if self.valid is None:
-            return torch.full((self.batch,), self.tokens, device=self.keys[0].device)
+            return torch.full((self.batch,), self.tokens, device=self.device)
         return self.valid.sum(-1)
 
     @property
@@ -116,85 +96,91 @@ class PrefixCache:
 
     def slice(self, tokens: int) -> "PrefixCache":
         """The first `tokens` positions, as views."""
-        if not 0 < tokens <= self.tokens:
+        try:
+            wanted = operator.index(tokens)
+        except TypeError:
+            wanted = 0
+        if not 0 < wanted <= self.tokens:
             raise KvlibError(
                 f"{tokens} positions asked of a cache that has {self.tokens}: ask for 1 to {self.tokens}"
             )
-        valid = None if self.valid is None else self.valid[:, :tokens]
-        return PrefixCache(
-            [k[:, :, :tokens] for k in self.keys], [v[:, :, :tokens] for v in self.values], valid
+        valid, ids = (None if t is None else t[:, :wanted] for t in (self.valid, self.input_ids))
+        return self._like(
+            [k[:, :, :wanted] for k in self.keys], [v[:, :, :wanted] for v in self.values], valid, ids
         )
 
     def select(self, prompts) -> "PrefixCache":
         """The prompts at these indices of the batch (a list, a slice or a tensor)."""
-        valid = None if self.valid is None else self.valid[prompts]
-        return PrefixCache([k[prompts] for k in self.keys], [v[prompts] for v in self.values], valid)
+        rows = guards.chosen_rows(prompts, self.batch)
+        valid, ids = (None if t is None else t[rows.to(t.device)] for t in (self.valid, self.input_ids))
+        part = prompts if isinstance(prompts, slice) else rows.to(self.device)  # a slice gives views
+        return self._like([k[part] for k in self.keys], [v[part] for v in self.values], valid, ids)
 
     def clone(self) -> "PrefixCache":
-        return PrefixCache([k.clone() for k in self.keys], [v.clone() for v in self.values], self.valid)
+        valid = None if self.valid is None else self.valid.clone()
+        return self._like(
+            [k.clone() for k in self.keys], [v.clone() for v in self.values], valid, self.input_ids
+        )
 
     def to(self, *args, **kwargs) -> "PrefixCache":
         """Every tensor through `Tensor.to` (a device or a dtype)."""
-        device = torch.empty(0).to(*args, **kwargs).device
-        valid = None if self.valid is None else self.valid.to(device)
-        return PrefixCache(
-            [k.to(*args, **kwargs) for k in self.keys], [v.to(*args, **kwargs) for v in self.values], valid
-        )
+        keys, values = ([t.to(*args, **kwargs) for t in tensors] for tensors in (self.keys, self.values))
+        valid, ids = (None if t is None else t.to(keys[0].device) for t in (self.valid, self.input_ids))
+        return self._like(keys, values, valid, ids)
 
     def check_finite(self, owner: str) -> "PrefixCache":
         """Raises KvlibError at the first layer that holds NaN or infinity; returns itself."""
-        for layer, (k, v) in enumerate(zip(self.keys, self.values)):
-            for name, tensor in (("keys", k), ("values", v)):
-                # A sum is one pass without a mask in memory; it is finite unless an entry is not or it overflows.
-                if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
-                    raise KvlibError(
-                        f"the {name} of layer {layer} of {owner}'s cache hold NaN or infinity, expected finite values: "
-                        "check the model's weights and dtype"
-                    )
+        guards.check_finite(self, owner)
         return self
 
     def check_fits(self, model, owner: str = "the cache") -> "PrefixCache":
-        """Raises KvlibError unless `model` can read this cache: geometry, dtype, positions; returns itself."""
-        wanted, given = Geometry.of(model), self.geometry
-        for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
-            if getattr(given, field) != getattr(wanted, field):
-                raise KvlibError(
-                    f"{owner} has {getattr(given, field)} {what}, the model {name_or_type(model)} "
-                    f"has {getattr(wanted, field)}: hand over a cache of a model with the same layers, KV heads and head_dim"
-                )
-        if kind := windowed_layers(model):
-            raise KvlibError(
-                f"the model {name_or_type(model)} has layers with {kind}, expected full attention in every layer: "
-                "choose another model"
-            )
-        dtype = next(model.parameters()).dtype
-        if self.dtype != dtype:
-            raise KvlibError(
-                f"{owner} is {self.dtype}, the model {dtype}: convert one of them with .to({dtype})"
-            )
-        limit = getattr(model.config, "max_position_embeddings", None)
-        if limit is not None and self.tokens >= limit:
-            raise KvlibError(
-                f"{owner} covers {self.tokens} positions and the model has {limit}: leave room for at least one new token"
-            )
+        """Raises KvlibError unless `model` can read this cache: geometry, dtype, device, positions, and, where the
+        origin is known, vocabulary and rotary embedding; returns itself."""
+        guards.check_fits(self, model, owner)
         return self
 
     def to_dynamic(self) -> DynamicCache:
         """A transformers cache over the same tensors (appending concatenates, so they are not changed)."""
+        if self.valid is not None and not bool(self.valid.all()):
+            raise KvlibError(
+                "a padded cache given, expected none: a transformers cache has no place for the mask; take the prompts one by "
+                "one with `select` and cut their padding"
+            )
         return DynamicCache(list(zip(self.keys, self.values)))
 
     @classmethod
-    def from_dynamic(cls, cache: Cache) -> "PrefixCache":
-        """Take the tensors out of a transformers cache whose layers all keep every position."""
+    def from_dynamic(cls, cache: Cache, model=None, input_ids: torch.Tensor | None = None) -> "PrefixCache":
+        """Take the tensors out of a transformers cache whose layers all keep every position.
+
+        Args:
+            model: which computed it. input_ids: (B, T) over which tokens. Say both where they are known: a handoff can
+                then tell a cache of another model or prompt.
+        """
+        if not isinstance(getattr(cache, "layers", None), list) or not cache.layers:
+            raise KvlibError(
+                f"a {type(cache).__name__} without layers given, expected a transformers cache that a model has filled: "
+                "prefill with a model that keeps keys and values, or pass tensors to PrefixCache"
+            )
         for layer, held in enumerate(cache.layers):
             if getattr(held, "is_sliding", False):
                 raise KvlibError(
                     f"layer {layer} of the given cache is a sliding window, expected one that keeps every position: "
                     "use a model with full attention in every layer"
                 )
-            if held.keys is None:
+            keys = getattr(held, "keys", None)
+            if keys is None or keys.numel() == 0:
                 raise KvlibError(f"layer {layer} of the given cache is empty: run a prefill with it first")
-        return cls([held.keys for held in cache.layers], [held.values for held in cache.layers])
+            seen = int(held.get_seq_length())
+            if keys.ndim == 4 and keys.shape[2] != seen:
+                raise KvlibError(
+                    f"layer {layer} of the given cache ({type(held).__name__}) has seen {seen} positions and holds "
+                    f"{keys.shape[2]}, expected every one and no more: prefill with a DynamicCache"
+                )
+        layers = [held.keys for held in cache.layers], [held.values for held in cache.layers]
+        if model is None and input_ids is None:
+            return cls(*layers)
+        guards.check_computed_by(cls(*layers), model, input_ids)
+        return cls(*layers, origin=Origin.of(model, input_ids))
 
 
 class HandoffLayer(CacheLayerMixin):
@@ -292,6 +278,7 @@ def prefill(
         return_hidden: also return the final hidden states (B, T, C), the head's input.
     """
     check_prompt(model, input_ids)
+    check_full_attention(model)
     if chunk_tokens is not None and chunk_tokens < 1:
         raise KvlibError(
             f"chunk_tokens is {chunk_tokens}, expected 1 or more, or None for the whole prompt at once"
@@ -306,22 +293,5 @@ def prefill(
         if return_hidden:
             hidden.append(states)
     prefix = PrefixCache.from_dynamic(cache)
+    prefix.origin = Origin.of(model, input_ids)
     return (prefix, torch.cat(hidden, 1)) if return_hidden else prefix
-
-
-def check_prompt(model, input_ids: torch.Tensor) -> None:
-    """Raises KvlibError unless `input_ids` is (B, T) with ids in the vocabulary and T within the positions."""
-    if input_ids.ndim != 2 or input_ids.numel() == 0 or input_ids.is_floating_point():
-        raise KvlibError(
-            f"token ids {tuple(input_ids.shape)} {input_ids.dtype} given, expected whole numbers (B, T), at least one token"
-        )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and input_ids.shape[1] > limit:
-        raise KvlibError(
-            f"a prompt of {input_ids.shape[1]} tokens given, the model has {limit} positions: shorten the prompt"
-        )
-    low, high = int(input_ids.min()), int(input_ids.max())
-    if low < 0 or high >= model.config.vocab_size:
-        raise KvlibError(
-            f"token ids from {low} to {high} given, the vocabulary has {model.config.vocab_size}: tokenise with the pair's tokenizer"
-        )

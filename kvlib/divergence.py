@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from kvlib.cache import PrefixCache, check_prompt, forward
+from kvlib.cache import PrefixCache, forward
 from kvlib.errors import KvlibError
+from kvlib.guards import all_finite, check_prompt, kind_of, position_limit
 from kvlib.handoff import handoff
 from kvlib.maps.base import CacheMap
 
@@ -31,15 +32,19 @@ class Reference:
 def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
     """Native's own greedy continuation of `prompts` (B, T); an end-of-text token does not stop it."""
     check_prompt(target, prompts)
+    _check_steps(target, prompts.shape[1], steps)
     cache, head = DynamicCache(), target.get_output_embeddings()
     positions = torch.arange(prompts.shape[1], device=prompts.device).unsqueeze(0)
     state = forward(target, prompts, cache, positions)[:, -1:]
-    hidden, forced = [state], [head(state).argmax(-1)]
+    logits = head(state)
+    hidden, forced = [state], [logits.argmax(-1)]
     for step in range(steps - 1):
         position = torch.full((1, 1), prompts.shape[1] + step, device=prompts.device)
         state = forward(target, forced[-1], cache, position)
+        logits = head(state)
         hidden.append(state)
-        forced.append(head(state).argmax(-1))
+        forced.append(logits.argmax(-1))
+    _check_finite("native", logits)  # NaN stays in the cache, so that the last step shows it
     forced = torch.cat(forced, 1)
     return Reference(torch.cat([prompts[:, -1:], forced[:, :-1]], 1), forced, torch.cat(hidden, 1))
 
@@ -47,12 +52,35 @@ def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
 @torch.no_grad()
 def text_reference(target, prompts: torch.Tensor, continuation: torch.Tensor) -> Reference:
     """Native along the text's own continuation (B, S) of `prompts` (B, T), in one pass."""
+    check_prompt(target, prompts)
+    if getattr(continuation, "ndim", 0) != 2 or len(continuation) != len(prompts):
+        raise KvlibError(
+            f"a continuation {kind_of(continuation)} of prompts {kind_of(prompts)} given, expected one row per prompt: "
+            "cut both from the same text"
+        )
+    _check_steps(target, prompts.shape[1], continuation.shape[1])
+    check_prompt(target, continuation)
     tokens = torch.cat([prompts, continuation[:, :-1]], 1)
-    check_prompt(target, tokens)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     hidden = forward(target, tokens, DynamicCache(), positions)
     start = prompts.shape[1] - 1
     return Reference(tokens[:, start:], continuation, hidden[:, start:])
+
+
+def _check_steps(target, tokens: int, steps: int) -> None:
+    limit = position_limit(target)
+    if steps < 1 or (limit is not None and tokens + steps - 1 > limit):
+        most = "any number from 1" if limit is None else f"1 to {limit - tokens + 1}"
+        raise KvlibError(
+            f"{steps} steps asked after a prompt of {tokens} tokens, expected {most}: change the steps or the prompt's length"
+        )
+
+
+def _check_finite(name: str, logits: torch.Tensor) -> None:
+    if not all_finite(logits):
+        raise KvlibError(
+            f"{name} logits hold NaN or infinity, expected finite values: check weights, cache and dtype"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,13 +104,27 @@ class Divergence:
 def divergence(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: torch.Tensor) -> Divergence:
     """KL(native ‖ path) = Σ p (log p − log q), natural log, in float32 or wider; logits (B, S, V), forced (B, S).
 
-    Raises: KvlibError for logits that are not finite (their argmax is 0, so two broken paths would agree).
+    Raises: KvlibError for logits that are not finite (their argmax is 0, so two broken paths would agree), and for shapes
+        that do not go together (they would broadcast).
     """
-    for name, logits in (("native", native_logits), ("path", path_logits)):
-        if not torch.isfinite(logits).all():
-            raise KvlibError(
-                f"{name} logits hold NaN or infinity, expected finite values: check weights, cache and dtype"
-            )
+    if native_logits.ndim != 3 or path_logits.shape != native_logits.shape:
+        raise KvlibError(
+            f"native logits {tuple(native_logits.shape)} and path logits {tuple(path_logits.shape)} given, expected (B, S, V) "
+            "of both: read the same tokens with both"
+        )
+    if (
+        forced.shape != native_logits.shape[:2]
+        or forced.dtype != torch.int64
+        or forced.numel() == 0
+        or int(forced.min()) < 0
+        or int(forced.max()) >= native_logits.shape[2]
+    ):
+        raise KvlibError(
+            f"forced tokens {kind_of(forced)} given, expected {tuple(native_logits.shape[:2])} torch.int64 of ids below "
+            f"{native_logits.shape[2]}: pass the reference's own"
+        )
+    _check_finite("native", native_logits)
+    _check_finite("path", path_logits)
     wide = torch.float64 if native_logits.dtype == torch.float64 else torch.float32
     native = native_logits.to(wide).log_softmax(-1)
     path = path_logits.to(wide).log_softmax(-1)
@@ -112,6 +154,11 @@ def path_divergence(
     """
     if cache_map.why_not_affine and mode in ("auto", "in_place"):
         prefix = prefix.clone()
+    if len(reference.inputs) != prefix.batch:
+        raise KvlibError(
+            f"a cache of {prefix.batch} prompts given with a reference of {len(reference.inputs)}, expected as many: select the "
+            "same prompts of both"
+        )
     head = target.get_output_embeddings()
     with handoff(target, prefix, cache_map, mode, check=check) as active:
         path = active.logits(reference.inputs)

@@ -9,10 +9,22 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvlib.cache import Geometry, name_or_type, windowed_layers
+from kvlib.cache import PrefixCache, prefill
 from kvlib.errors import KvlibError
+from kvlib.geometry import (
+    Geometry,
+    RotarySample,
+    name_or_type,
+    rope_settings,
+    rotary_gap,
+    rotary_of,
+    windowed_layers,
+)
+from kvlib.handoff import Handoff, check_target, handoff
+from kvlib.maps.base import CacheMap
 
-ROTARY_TOLERANCE = 1e-5  # cos and sin of two float32 models that agree differ by rounding only
+# The rotary functions' home is elsewhere; other files know them from here.
+__all__ = ["ModelPair", "check_compatible", "fingerprint", "load_model", "load_tokenizer", "rotary_of"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,22 @@ class ModelPair:
     def fingerprint(self) -> str:
         """One hash for both models' weights and geometry, the same in every dtype that holds bfloat16."""
         return pair_fingerprint(fingerprint(self.source), fingerprint(self.target))
+
+    def prefill(self, input_ids: torch.Tensor, **kwargs) -> PrefixCache:
+        """The source's cache over `input_ids` (B, T), all of a prompt but its last token; kwargs as for `prefill`."""
+        return prefill(self.source, input_ids, **kwargs)
+
+    def handoff(
+        self, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, source=None
+    ) -> Handoff:
+        """`kvlib.handoff` into the target, for a cache that this pair's source computed.
+
+        Args:
+            source: whose cache is expected instead, the target itself for native in, native out.
+
+        Raises: KvlibError, as `kvlib.handoff`, and for another model's cache or one of unknown origin.
+        """
+        return handoff(self.target, prefix, cache_map, mode, source=self.source if source is None else source)
 
 
 def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
@@ -100,21 +128,6 @@ def fingerprint(model) -> str:
     return digest.hexdigest()
 
 
-def rope_settings(config) -> dict:
-    return dict(getattr(config, "rope_parameters", None) or {})
-
-
-def rotary_of(model):
-    """A callable: positions (B, T) -> cos, sin (B, T, D) in float32, as the model itself computes them."""
-    embedding = model.base_model.rotary_emb
-    device = next(model.parameters()).device
-
-    def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return embedding(torch.zeros((), dtype=torch.float32, device=device), positions.to(device))
-
-    return rotary
-
-
 def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
     names = f"source {name_or_type(source)} and target {name_or_type(target)}"
@@ -150,6 +163,7 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
     if dtypes[0] != dtypes[1]:
         differ("dtype", *dtypes, "load both with the same dtype=")
     _check_rotary(target, source, differ)
+    check_target(target)
 
 
 def _check_tokenizers(names, target, source):
@@ -171,13 +185,11 @@ def _check_tokenizers(names, target, source):
 def _check_rotary(target, source, differ):
     limits = [getattr(m.config, "max_position_embeddings", None) for m in (source, target)]
     furthest = min([n for n in limits if n] or [2048]) - 1
-    positions = torch.tensor([[0, 1, 2, 63, furthest // 2, furthest]])
-    for given, wanted in zip(rotary_of(source)(positions), rotary_of(target)(positions)):
-        gap = float((given.cpu() - wanted.cpu()).abs().max())
-        if gap > ROTARY_TOLERANCE:
-            differ(
-                "rotary embedding",
-                rope_settings(source.config),
-                rope_settings(target.config),
-                f"cos and sin are up to {gap:.2g} apart",
-            )
+    gap = rotary_gap(target, RotarySample.of(source, (0, 1, 2, 63, furthest // 2, furthest)))
+    if gap > 0:
+        differ(
+            "rotary embedding",
+            rope_settings(source.config),
+            rope_settings(target.config),
+            f"cos and sin are up to {gap:.2g} apart",
+        )

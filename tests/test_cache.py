@@ -86,7 +86,7 @@ def good() -> PrefixCache:
             lambda c: PrefixCache([k / 0 for k in c.keys], c.values).check_finite("the source"),
             "NaN or infinity",
         ),
-        (lambda c: PrefixCache.from_dynamic(DynamicCache()), "0 key"),
+        (lambda c: PrefixCache.from_dynamic(DynamicCache()), "without layers"),
         (lambda c: prefill(tiny_llama(), tokens(1, 513)), "513 tokens"),
         (lambda c: prefill(tiny_llama(), tokens(1, 4) + 100), "vocabulary"),
         (lambda c: prefill(tiny_llama(), tokens(1, 4)[0]), "(B, T)"),

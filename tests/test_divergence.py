@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_llama, tokens
+from tiny import is_one_sentence, tiny_llama, tokens
 
 from kvlib import DirectMap, KvlibError, prefill
 from kvlib.divergence import divergence, oracle_reference, path_divergence, text_reference
@@ -60,3 +60,58 @@ def test_logits_that_are_not_finite_are_refused(broken):
     for native, path, name in ((bad, good, "native"), (good, bad, "path")):
         with pytest.raises(KvlibError, match=f"{name} logits hold NaN"):
             divergence(native, path, torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("native", "path", "forced", "sentence"),
+    [
+        (torch.zeros(1, 2, 5), torch.zeros(1, 1, 5), torch.zeros(1, 2, dtype=torch.long), "of both"),
+        (torch.zeros(1, 2, 5), torch.zeros(2, 2, 5), torch.zeros(1, 2, dtype=torch.long), "of both"),
+        (torch.zeros(1, 2, 5), torch.zeros(1, 2, 6), torch.zeros(1, 2, dtype=torch.long), "of both"),
+        (torch.zeros(2, 5), torch.zeros(2, 5), torch.zeros(2, dtype=torch.long), "of both"),
+        (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5), torch.zeros(1, 1, dtype=torch.long), "forced tokens"),
+        (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5), torch.full((1, 2), 5), "below 5"),
+        (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5), torch.full((1, 2), -1), "below 5"),
+        (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5), torch.zeros(1, 2), "forced tokens"),
+        (torch.zeros(1, 0, 5), torch.zeros(1, 0, 5), torch.zeros(1, 0, dtype=torch.long), "forced tokens"),
+    ],
+)
+def test_logits_that_would_only_broadcast_are_refused(native, path, forced, sentence):
+    with pytest.raises(KvlibError, match=sentence) as refusal:
+        divergence(native, path, forced)
+    assert is_one_sentence(refusal.value)
+
+
+def test_references_are_of_one_step_at_least_and_within_the_positions():
+    model, ids = tiny_llama(max_position_embeddings=12), tokens(2, 10)
+    assert oracle_reference(model, ids, 3).forced.shape == (2, 3)
+    assert text_reference(model, ids, ids[:, :3]).forced.shape == (2, 3)
+    for call, sentence in (
+        (
+            lambda: oracle_reference(model, ids, 4),
+            "4 steps asked after a prompt of 10 tokens, expected 1 to 3",
+        ),
+        (lambda: oracle_reference(model, ids, 0), "0 steps"),
+        (lambda: text_reference(model, ids, ids[:, :4]), "4 steps"),
+        (lambda: text_reference(model, ids, ids[:, :0]), "0 steps"),
+        (lambda: text_reference(model, ids, ids[:1, :3]), "one row per prompt"),
+        (lambda: text_reference(model, ids, ids[:, :3].float()), "whole numbers"),
+        (lambda: text_reference(model, ids, ids[:, :3] + 100), "vocabulary"),
+    ):
+        with pytest.raises(KvlibError, match=sentence) as refusal:
+            call()
+        assert is_one_sentence(refusal.value)
+
+
+def test_an_oracle_of_a_broken_target_is_refused():
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(KvlibError, match="native logits hold NaN"):
+        oracle_reference(model, tokens(1, 5), 3)
+
+
+def test_a_cache_and_a_reference_are_of_as_many_prompts():
+    model, ids = tiny_llama(), tokens(2, 10)
+    reference = oracle_reference(model, ids, 3)
+    with pytest.raises(KvlibError, match="a cache of 1 prompts given with a reference of 2"):
+        path_divergence(model, prefill(model, ids[:1, :-1]), DirectMap(), reference)

@@ -118,7 +118,7 @@ def test_refusals_are_one_sentence():
     with handoff(model, prefix, DirectMap()) as active:
         with pytest.raises(KvlibError, match=r"expected \(2, S\)"):
             active.logits(ids[:1, -1:])
-        with pytest.raises(KvlibError, match="held back"):
+        with pytest.raises(KvlibError, match="covers all 7 tokens"):
             active.generate(ids[:, 1:])
     with handoff(model, prefix, DirectMap()) as active:
         active.logits(ids[:, -1:])
@@ -141,6 +141,48 @@ def test_refusals_are_one_sentence():
     prefix.values[1][0, 0, 0, 0] = float("inf")
     with pytest.raises(KvlibError, match="values of layer 1"):
         handoff(model, prefix, DirectMap())
+
+
+def test_a_cache_that_a_map_has_used_up_is_not_mapped_again():
+    model, ids = tiny_llama(), tokens(1, 8)
+    cache_map = random_residual("quadratic")
+    prefix = prefill(model, ids[:, :-1])
+    with torch.no_grad(), handoff(model, prefix, cache_map) as active:
+        first = active.logits(ids[:, -1:])
+    for used in (prefix, prefix.clone(), prefix.slice(3), prefix.select([0]), prefix.to(torch.float32)):
+        with pytest.raises(KvlibError, match="a residual map has corrected already"):
+            handoff(model, used, cache_map)
+    with (
+        torch.no_grad(),
+        handoff(model, prefix, DirectMap(), "in_place") as active,
+    ):  # as it is: no second correction
+        assert torch.allclose(active.logits(ids[:, -1:]), first, atol=1e-5)
+    with pytest.raises(KvlibError, match="corrected already"):
+        handoff(model, fitted_ridge().materialise(prefill(model, ids)), fitted_ridge())
+
+
+def test_a_correction_that_overflows_is_refused_in_every_mode():
+    model, ids = tiny_llama(), tokens(1, 8)
+    cache_map = random_residual().with_scale(1e38)
+    for mode in ("absorbed", "in_place", "materialised"):
+        prefix = prefill(model, ids[:, :-1])
+        with (
+            pytest.raises(KvlibError, match="NaN or infinity"),
+            torch.no_grad(),
+            handoff(model, prefix, cache_map, mode) as h,
+        ):
+            h.logits(ids[:, -1:])
+        assert model(ids).logits.isfinite().all()  # and the model is its own again
+
+
+def test_unchecked_handoffs_check_nothing():
+    model, ids = tiny_llama(), tokens(1, 8)
+    foreign = prefill(tiny_llama(1, rope_parameters=LLAMA3_ROPE), ids[:, :-1])
+    foreign.values[0][:] = float("nan")
+    with torch.no_grad(), handoff(model, foreign, DirectMap(), check=False) as active:
+        assert active.logits(ids[:, -1:]).isnan().all()
+    with handoff(model, foreign, DirectMap(), check=False) as active:
+        assert active.generate(ids.flip(1), max_new_tokens=2, pad_token_id=0).shape == (1, 10)
 
 
 def test_a_model_with_sliding_windows_is_refused():

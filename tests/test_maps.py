@@ -1,11 +1,12 @@
 """Every map against a naive loop, its absorbed form against its materialised one, and its file format."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import tiny_llama, tokens
+from tiny import is_one_sentence, tiny_llama, tokens
 
 from kvlib import (
     DirectMap,
@@ -13,6 +14,7 @@ from kvlib import (
     PrefixCache,
     ResidualMap,
     RidgeAccumulator,
+    handoff,
     load_map,
     prefill,
     save_map,
@@ -206,6 +208,26 @@ def test_broken_map_files_are_refused(tmp_path):
         load_map(tmp_path / "nowhere.safetensors", pair="p")
 
 
+def test_a_map_whose_scales_are_one_tensor_is_saved_too(tmp_path):
+    scale = torch.ones(3, 2)
+    fresh = ResidualMap.initial(scale, scale, 16, 4, generator=torch.Generator().manual_seed(0))
+    save_map(fresh, tmp_path / "m.safetensors", pair="p")
+    assert torch.equal(load_map(tmp_path / "m.safetensors", pair="p").value_scale, scale)
+
+
+def test_what_cannot_be_written_or_read_as_a_map_is_one_sentence(tmp_path):
+    for call, sentence in (
+        (lambda: save_map(DirectMap(), tmp_path / "m", pair=None), "pair=NoneType given"),
+        (lambda: save_map(DirectMap(), tmp_path / "m", pair="p", provenance={"a": {1}}), "no JSON"),
+        (lambda: map_provenance(tmp_path / "nowhere"), "cannot be read"),
+        (lambda: map_provenance(tmp_path), "cannot be read"),
+        (lambda: load_map(tmp_path, pair="p"), "cannot be read"),
+    ):
+        with pytest.raises(KvlibError, match=sentence):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -252,6 +274,89 @@ def test_a_map_of_another_geometry_or_with_nan_is_refused():
     broken.key_left[0, 0, 0, 0] = float("nan")
     with pytest.raises(KvlibError, match="key_left"):
         broken.check_fits(GEOMETRY)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"key_scale": torch.zeros(3, 2)}, "not positive"),
+        ({"value_scale": torch.full((3, 2), float("nan"))}, "not positive"),
+        ({"key_left": torch.zeros(3, 2, 16, 5)}, "key_left is"),
+        ({"key_right": torch.zeros(3, 2, 17, 16)}, "rank 17"),
+        ({"scale": float("nan")}, "scale nan"),
+        ({"features": "other"}, "features 'other'"),
+        ({"base": DirectMap()}, "base is a DirectMap"),
+        ({"key_right": torch.zeros(3, 2, 4)}, "do not go together"),
+        ({"key_left": None}, "do not go together"),
+    ],
+)
+def test_a_map_that_is_not_whole_is_refused_by_the_handoff_too(change, sentence):
+    model, ids = tiny_llama(), tokens(1, 5)
+    with pytest.raises(KvlibError, match=sentence) as refusal:
+        handoff(model, prefill(model, ids), replace(random_residual(), **change))
+    assert is_one_sentence(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("scale", "rank", "base", "sentence"),
+    [
+        (torch.zeros(3, 2), 4, None, "not positive"),
+        (torch.ones(3), 4, None, r"expected \(L, H\)"),
+        (torch.ones(3, 2), 4.5, None, "rank 4.5"),
+        (torch.ones(4, 2), 4, fitted_ridge(), "the base is for"),
+    ],
+)
+def test_a_residual_cannot_be_begun_on_what_is_not_there(scale, rank, base, sentence):
+    with pytest.raises(KvlibError, match=sentence):
+        ResidualMap.initial(scale, scale, 16, rank, base=base, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_rotary_embedding_of_part_of_a_head_cannot_be_stripped():
+    cache = random_cache(0)
+    partial = lambda positions: (torch.ones(2, 11, 8), torch.zeros(2, 11, 8))
+    for apply in (
+        random_residual(features="rope_stripped").materialise,
+        random_residual(features="rope_stripped").apply_,
+    ):
+        with pytest.raises(KvlibError, match="of 8 dimensions, expected all 16"):
+            apply(cache, partial)
+
+
+def test_ridge_refuses_caches_that_are_not_of_the_same_prompts():
+    source, target = tiny_llama(1), tiny_llama(0)
+    ids = tokens(2, 9)
+    one, other = prefill(source, ids), prefill(target, ids)
+    broken = prefill(source, ids)
+    broken.keys[2][1, 1, 3, 3] = float("inf")
+    padded = PrefixCache(one.keys, one.values, torch.ones(2, 9, dtype=torch.bool))
+    for given, wanted, sentence in (
+        (one, prefill(target, ids.flip(0)), "different token ids"),
+        (one.select([0]), other, "1 and 2 prompts"),
+        (padded, other, "with padding"),
+        (broken, other, "keys of layer 2"),
+        (one, broken, "keys of layer 2"),
+        (one, other.slice(8), "over the same tokens"),
+    ):
+        sums = RidgeAccumulator(GEOMETRY)
+        with pytest.raises(KvlibError, match=sentence) as refusal:
+            sums.add(given, wanted)
+        assert is_one_sentence(refusal.value) and sums.count == 0
+
+
+@pytest.mark.parametrize("penalty", [-1e-3, float("nan"), float("inf")])
+def test_a_penalty_that_is_none_is_refused(penalty):
+    sums = RidgeAccumulator(GEOMETRY)
+    sums.add(random_cache(1), random_cache(2))
+    with pytest.raises(KvlibError, match=f"penalty of {penalty}"):
+        sums.solve(penalty)
+
+
+def test_too_few_positions_for_no_penalty_are_refused():
+    sums = RidgeAccumulator(GEOMETRY)
+    constant = PrefixCache([torch.ones(1, 2, 5, 16)] * 3, [torch.ones(1, 2, 5, 16)] * 3)
+    sums.add(constant, random_cache(2, batch=1, length=5))
+    with pytest.raises(KvlibError, match="do not determine a ridge map"):
+        sums.solve(0.0)
 
 
 def test_rope_stripping_undoes_the_models_own_rotation():

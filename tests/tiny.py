@@ -27,3 +27,9 @@ def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
 
 def tokens(batch: int, length: int, seed: int = 0, vocabulary: int = 101) -> torch.Tensor:
     return torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def is_one_sentence(error: Exception) -> bool:
+    """What was given, what was expected, what to do: on one line, and neither a stub nor a page."""
+    text = str(error)
+    return "\n" not in text and ". " not in text and 40 < len(text) < 500 and (":" in text or ";" in text)

@@ -79,9 +79,16 @@ class CacheMap(ABC):
 
     def check_fits(self, geometry: Geometry) -> None:
         """Raises KvlibError unless the map was made for this many layers, KV heads and dimensions."""
-        if self.geometry is not None and self.geometry != geometry:
+        try:
+            own = self.geometry
+            self.check_shapes()
+        except (ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
             raise KvlibError(
-                f"the {self.kind} map is for {self.geometry}, the cache is {geometry}: use a map fitted on this pair"
+                f"the parts of the {self.kind} map do not go together ({error}): fit, train or load it again"
+            ) from error
+        if own is not None and own != geometry:
+            raise KvlibError(
+                f"the {self.kind} map is for {own}, the cache is {geometry}: use a map fitted on this pair"
             )
         for name, tensor in self.tensors().items():
             if not torch.isfinite(tensor).all():
@@ -95,7 +102,13 @@ class CacheMap(ABC):
         cos_sin = self._rotary(rotary, prefix)
         pairs = [self.correct(i, k, v, cos_sin) for i, (k, v) in enumerate(zip(prefix.keys, prefix.values))]
         dtype = prefix.dtype
-        return PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
+        return PrefixCache(
+            [k.to(dtype) for k, _ in pairs],
+            [v.to(dtype) for _, v in pairs],
+            prefix.valid,
+            origin=prefix.origin,
+            corrected_by=self._mark(prefix),
+        )
 
     @torch.no_grad()
     def apply_(self, prefix: PrefixCache, rotary=None, chunk_tokens: int = CHUNK_TOKENS) -> PrefixCache:
@@ -110,14 +123,25 @@ class CacheMap(ABC):
                 angles = (cos[:, part], sin[:, part]) if cos is not None else (None, None)
                 new_k, new_v = self.correct(layer, k[:, :, part], v[:, :, part], angles)
                 k[:, :, part], v[:, :, part] = new_k.to(k.dtype), new_v.to(v.dtype)
+        prefix.corrected_by = self._mark(prefix)
         return prefix
+
+    def _mark(self, prefix: PrefixCache) -> str | None:
+        """What a cache is called that this map was applied to; a map that changes nothing leaves no mark."""
+        return prefix.corrected_by if self.kind == "direct" else self.kind
 
     def _rotary(self, rotary, prefix: PrefixCache):
         if not self.needs_rotary:
             return None, None
         if rotary is None:
             raise KvlibError("a RoPE-stripped map was given no rotary embedding: pass rotary_of(target)")
-        return rotary(prefix.positions)
+        cos, sin = rotary(prefix.positions)
+        if cos.shape[-1] != prefix.geometry.head_dim:
+            raise KvlibError(
+                f"a RoPE-stripped map was given a rotary embedding of {cos.shape[-1]} dimensions, expected all "
+                f"{prefix.geometry.head_dim} of each head: use a map with other features on a model that rotates a part only"
+            )
+        return cos, sin
 
 
 def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | None = None) -> None:
@@ -127,6 +151,8 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         pair: fingerprint of the pair that it was made for. provenance: JSON types, kept in the metadata.
     """
     path = Path(path)
+    if not isinstance(pair, str):
+        raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
     description = {
         "format": FORMAT,
         "kind": cache_map.kind,
@@ -135,8 +161,14 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         "provenance": provenance or {},
     }
     # One key: safetensors writes several in an order that changes from run to run, and equal maps are equal files.
-    metadata = {"kvlib": json.dumps(description, sort_keys=True)}
-    tensors = {n: t.detach().cpu().contiguous() for n, t in cache_map.tensors().items()}
+    try:
+        metadata = {"kvlib": json.dumps(description, sort_keys=True)}
+    except TypeError as error:
+        raise KvlibError(
+            f"provenance that is no JSON given ({error}): use strings, numbers, lists and dicts"
+        ) from error
+    # Clones: safetensors refuses tensors that share memory, as two scales may.
+    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in cache_map.tensors().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
     os.close(handle)
@@ -165,19 +197,8 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
     if pair is not None and not isinstance(pair, str):
         raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
-    try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise KvlibError(
-            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
-        ) from error
-    if (
-        not isinstance(described, dict)
-        or described.get("format") != FORMAT
-        or described.get("kind") not in [*kinds]
-    ):
+    described, tensors = _read(path, with_tensors=True)
+    if described.get("format") != FORMAT or described.get("kind") not in [*kinds]:
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
     made_for = str(described.get("pair"))
     if pair is not None and made_for != pair:
@@ -188,8 +209,8 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     try:
         restored = kinds[described["kind"]].restore(described["settings"], tensors)
         if restored.geometry is not None:
-            restored.check_fits(restored.geometry)  # every tensor finite
             restored.check_shapes()
+            restored.check_fits(restored.geometry)  # every tensor finite
     except KvlibError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
@@ -198,6 +219,19 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
 
 
 def map_provenance(path: Path) -> dict:
-    """The provenance that was saved with a map."""
-    with safe_open(path, framework="pt") as file:
-        return json.loads((file.metadata() or {}).get("kvlib", "{}")).get("provenance", {})
+    """The provenance that was saved with a map; KvlibError for a file that cannot be read."""
+    described, _ = _read(path, with_tensors=False)
+    return described.get("provenance", {})
+
+
+def _read(path: Path, *, with_tensors: bool) -> tuple[dict, dict[str, torch.Tensor]]:
+    """The description of a map's file, empty for safetensors of another kind, and its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise KvlibError(
+            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
+        ) from error
+    return described if isinstance(described, dict) else {}, tensors

@@ -63,8 +63,13 @@ class ResidualMap(CacheMap):
         generator,
     ) -> "ResidualMap":
         """A random, B zero: the untrained map is its base. `generator` is a CPU torch.Generator."""
+        if key_scale.ndim != 2 or value_scale.shape != key_scale.shape:
+            raise KvlibError(
+                f"scales of keys {tuple(key_scale.shape)} and values {tuple(value_scale.shape)} given, expected (L, H) of both: "
+                "one RMS per layer and KV head"
+            )
         layers, heads = key_scale.shape
-        if not 1 <= rank <= head_dim:
+        if not isinstance(rank, int) or not 1 <= rank <= head_dim:
             raise KvlibError(f"rank {rank} given, expected 1 to head_dim = {head_dim}")
         if residual not in RESIDUALS or features not in FEATURES:
             raise KvlibError(
@@ -73,7 +78,11 @@ class ResidualMap(CacheMap):
         width = head_dim * (2 if residual == "quadratic" else 1)
         lefts = [torch.randn(layers, heads, width, rank, generator=generator) / width**0.5 for _ in range(2)]
         rights = [torch.zeros(layers, heads, rank, head_dim) for _ in range(2)]
-        return cls(lefts[0], rights[0], lefts[1], rights[1], key_scale, value_scale, base, residual, features)
+        fresh = cls(
+            lefts[0], rights[0], lefts[1], rights[1], key_scale, value_scale, base, residual, features
+        )
+        fresh.check_fits(Geometry(layers, heads, head_dim))
+        return fresh
 
     @property
     def geometry(self):
@@ -144,6 +153,8 @@ class ResidualMap(CacheMap):
 
     def check_shapes(self):
         layers, heads, rank, dim = self.key_right.shape
+        if not 1 <= rank <= dim:
+            raise ValueError(f"rank {rank}, expected 1 to head_dim = {dim}")
         width = dim * (2 if self.residual == "quadratic" else 1)
         wanted = dict.fromkeys(("key_left", "value_left"), (layers, heads, width, rank))
         wanted |= dict.fromkeys(("key_right", "value_right"), (layers, heads, rank, dim))
@@ -159,6 +170,10 @@ class ResidualMap(CacheMap):
         if not ((self.key_scale > 0).all() and (self.value_scale > 0).all()):
             raise ValueError("a scale of the source's cache is not positive")
         if self.base is not None:
+            if not isinstance(self.base, RidgeMap):
+                raise ValueError(
+                    f"the base is a {type(self.base).__name__}, expected a RidgeMap or None for direct"
+                )
             self.base.check_shapes()
             if self.base.geometry != self.geometry:
                 raise ValueError(f"the base is for {self.base.geometry}, the residual for {self.geometry}")

@@ -1,5 +1,6 @@
 """Ridge regression from the source's cached vectors onto the target's, per layer and KV head."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -93,8 +94,9 @@ class RidgeAccumulator:
         ):
             raise KvlibError(
                 f"caches of {source.geometry}, {source.tokens} tokens and {target.geometry}, {target.tokens} tokens given, "
-                f"expected both {self.geometry} over the same tokens"
+                f"expected both {self.geometry} over the same tokens: prefill both models with one tensor of ids"
             )
+        check_same_prompts(source, target)
         first = self.shift_x is None
         if first:
             self.shift_x, self.shift_y = torch.zeros_like(self.sum_x), torch.zeros_like(self.sum_x)
@@ -115,6 +117,10 @@ class RidgeAccumulator:
 
     def solve(self, penalty: float = 1e-3, dtype: torch.dtype = torch.float32) -> RidgeMap:
         """min |x W + c − y|² + λ |W|² with centred x and y, λ = penalty × the mean diagonal of the Gram matrix."""
+        if not (math.isfinite(penalty) and penalty >= 0):
+            raise KvlibError(
+                f"a ridge penalty of {penalty} given, expected a finite share of 0 or more: 1e-3 is usual"
+            )
         if self.count <= 1:
             raise KvlibError(
                 f"a ridge map was asked of {self.count} positions, expected many more than head_dim: add caches first"
@@ -124,8 +130,31 @@ class RidgeAccumulator:
         cross = self.cross - self.count * mean_x.unsqueeze(-1) * mean_y.unsqueeze(-2)
         ridge = penalty * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
         eye = torch.eye(self.geometry.head_dim, dtype=torch.float64)
-        weight = torch.linalg.solve(gram + ridge[..., None, None] * eye, cross)
+        try:
+            weight = torch.linalg.solve(gram + ridge[..., None, None] * eye, cross)
+        except torch.linalg.LinAlgError as error:
+            raise KvlibError(
+                f"{self.count} positions with penalty {penalty} do not determine a ridge map, expected a matrix that can be "
+                "inverted: add caches, or raise the penalty"
+            ) from error
         centre_x, centre_y = self.shift_x + mean_x, self.shift_y + mean_y
         bias = centre_y - (centre_x.unsqueeze(-2) @ weight).squeeze(-2)
         weight, bias = weight.to(dtype), bias.to(dtype)
         return RidgeMap(weight[0], bias[0], weight[1], bias[1], penalty)
+
+
+def check_same_prompts(source: PrefixCache, target: PrefixCache) -> None:
+    """Raises KvlibError unless two caches are finite, without padding, and over the same prompts as far as is known."""
+    if source.batch != target.batch or source.valid is not None or target.valid is not None:
+        padded = " with padding" if source.valid is not None or target.valid is not None else ""
+        raise KvlibError(
+            f"caches of {source.batch} and {target.batch} prompts{padded} given, expected as many of both and no padding: "
+            "add the prompts one by one"
+        )
+    ids = source.input_ids, target.input_ids
+    if ids[0] is not None and ids[1] is not None and not torch.equal(ids[0].to(ids[1].device), ids[1]):
+        raise KvlibError(
+            "caches over different token ids given, expected both models' over the same: prefill both with one tensor of ids"
+        )
+    source.check_finite("the source")
+    target.check_finite("the target")

@@ -1,0 +1,63 @@
+"""Give a model an attention function that reads a handed-over prefix, and take it away again."""
+
+import uuid
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlib.attention import two_segment_attention
+from kvlib.errors import KvlibError
+from kvlib.geometry import name_or_type
+
+
+def compute_dtype(model) -> torch.dtype:
+    """The dtype in which attention applies a map: float32 on a CPU (see `two_segment_attention`), else the model's."""
+    weight = next(model.parameters())
+    return torch.float32 if weight.device.type == "cpu" and weight.dtype != torch.float64 else weight.dtype
+
+
+def attach(model, cache, maps, valid):
+    """Give `model` an attention function of its own that reads the prefix of `cache` through `maps`.
+
+    Args:
+        maps: (key, value) `Affine` per layer. valid: bool (B, T) or None.
+
+    Returns: a function that takes it away again; its `calls` counts how often the model came by, its `name` is
+    the attention's.
+    """
+    name = f"kvlib-handoff-{uuid.uuid4().hex}"
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        layer = cache.layers[module.layer_idx]
+        restore.calls += 1
+        _check_call(model, layer, query, key)
+        key_map, value_map = maps[module.layer_idx]
+        out = two_segment_attention(
+            query, layer.prefix_keys, layer.prefix_values, key, value, scaling, key_map, value_map, valid
+        )
+        return out.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+
+    def restore():
+        model.config._attn_implementation = before
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+
+    restore.calls, restore.name = 0, name
+    return restore
+
+
+def _check_call(model, layer, query, key) -> None:
+    """Raises KvlibError when attention was called for something else than reading on after the prefix."""
+    if key.data_ptr() != layer.keys.data_ptr():
+        raise KvlibError(
+            f"the model {name_or_type(model)} was called within a handoff on another cache or on none, expected the handoff's: "
+            "use its `logits`, `hidden` or `generate`, or call the model outside the `with` block"
+        )
+    if query.shape[0] != layer.prefix_keys.shape[0]:
+        raise KvlibError(
+            f"{query.shape[0]} sequences read a handed-over cache of {layer.prefix_keys.shape[0]} prompts, expected as many: leave "
+            "out beams and num_return_sequences"
+        )
