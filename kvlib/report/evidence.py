@@ -49,6 +49,12 @@ def verdict(entry: dict, path: str = "learned", *, clustered: bool = False) -> s
     return GAIN if interval[1] < 0 else HARM if interval[0] > 0 else OPEN
 
 
+def strict_verdict(entry: dict) -> str:
+    """`verdict` of the learned correction, and open where the interval clustered by article says otherwise."""
+    plain, clustered = verdict(entry), verdict(entry, clustered=True)
+    return OPEN if clustered in (GAIN, HARM, OPEN) and clustered != plain else plain
+
+
 def difference(after: pd.Series, before: pd.Series) -> dict:
     """mean, se, ci95 and prompts of after − before, paired by prompt; prompts that lack one of them drop out."""
     found = describe((after - before).dropna().tolist())

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvlib.report import evidence
-from kvlib.report.figures.evidence_map import correction, layers, note, reconstruction
+from kvlib.report.figures.evidence_map import correction, finish_panels, layers, note, reconstruction
 from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
 
 __all__ = ["correction", "kl_by_length", "layers", "learning", "power", "reconstruction"]
@@ -55,9 +55,10 @@ def kl_by_length(summary: dict) -> go.Figure:
     figure.update_yaxes(title_text="difference (nats)", row=2, col=1)
     figure.update_xaxes(title_text="prefix (tokens), and n = prompts", row=2, col=1)
     if not any(evidence.at_length(entry, "direct") for entry in entries):
+        figure.layout.shapes = ()
         note(figure, "no prefix length had a prompt")
     title = "KL32 (nats per token) against prefix length (tokens, logarithmic), by path"
-    return finish(figure, title, height=680, legend_px=30)
+    return finish_panels(figure, title, height=680, legend_px=30)
 
 
 def _paired(figure: go.Figure, entries: list[dict]) -> None:
@@ -179,7 +180,7 @@ def learning(summary: dict, tables: dict[str, pd.DataFrame]) -> go.Figure:
         else:
             figure.update_xaxes(tickvals=x, row=row, col=1)
     title = "Validation KL32 (nats per token) against how much the correction was trained"
-    return finish(figure, title, y="KL32 (nats)", height=700, legend_px=30)
+    return finish_panels(figure, title, y="KL32 (nats)", height=700, legend_px=30)
 
 
 def _levels(figure: go.Figure, found: dict, x: list[int], row: int) -> None:

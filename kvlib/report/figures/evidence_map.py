@@ -23,6 +23,12 @@ def note(figure: go.Figure, text: str, row: int = 1) -> None:
     )
 
 
+def finish_panels(figure: go.Figure, title: str, **settings) -> go.Figure:
+    """`palette.finish` without the traces that hold nothing: alone in a panel they upset Plotly's drawing."""
+    figure.data = [trace for trace in figure.data if trace.x is not None and len(trace.x)]
+    return finish(figure, title, **settings)
+
+
 def correction(tables: dict[str, pd.DataFrame]) -> go.Figure:
     """Per layer, keys against values: largest singular value, directions in use, size beside the cache."""
     figure = make_subplots(
@@ -57,7 +63,7 @@ def correction(tables: dict[str, pd.DataFrame]) -> go.Figure:
     figure.update_yaxes(tickformat="~%", row=3, col=1)
     _layer_axis(figure, size.layer, 3)
     title = "The learned correction by layer: its strength, and its size as a share of the cache"
-    return finish(figure, title, height=820, legend_px=30)
+    return finish_panels(figure, title, height=820, legend_px=30)
 
 
 def _band(figure, rows: pd.DataFrame, column: str, style: Style, digits: str, row: int) -> None:
@@ -144,7 +150,7 @@ def layers(summary: dict, tables: dict[str, pd.DataFrame]) -> go.Figure:
         _layer_axis(figure, each.layer, row, title=row == 3)
     figure.update_layout(bargap=0.25, barmode="overlay")
     title = "Where the gain comes from: KL32 (nats per token) by part and by layer"
-    return finish(figure, title, height=860, legend_px=30)
+    return finish_panels(figure, title, height=860, legend_px=30)
 
 
 _SIGNS = (
@@ -256,7 +262,7 @@ def reconstruction(summary: dict, tables: dict[str, pd.DataFrame]) -> go.Figure:
     for row in (2, 3, 4):
         _layer_axis(figure, ridge.layer, row, title=row == 4)
     title = "KL32 (nats per token) beside reconstruction of the target's cache, by layer"
-    return finish(figure, title, height=1040, legend_px=30)
+    return finish_panels(figure, title, height=1040, legend_px=30)
 
 
 def _r2_title(kind: str, hidden: int) -> str:
