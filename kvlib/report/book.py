@@ -90,8 +90,11 @@ def evidence_chapter(run_folder: Path) -> nbformat.NotebookNode | str:
         present = read_record(run_folder / "confirmation" / "summary.json", "manifest_hash")["manifest_hash"]
         if made_for == present:
             return notebook
-    pair = read_record(run_folder / "pair" / "summary.json", "profile")
-    return not_run_page(run_folder.name, pair["profile"], made_for, present)
+    profile = read_record(run_folder / "pair" / "summary.json", "profile")["profile"]
+    opened = run_folder / "run.json"
+    if opened.exists():  # a profile of one's own is found by its path, not by its name
+        profile = read_json(opened).get("source", profile)
+    return not_run_page(run_folder.name, profile, made_for, present)
 
 
 def _glued(notebook: nbformat.NotebookNode, key: str) -> str:
