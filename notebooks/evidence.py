@@ -10,9 +10,9 @@
 # # 05 Evidence
 #
 # One mean difference on one set of prompts convinces no careful reader. Does it hold at other prefix lengths? Would
-# more text have made it larger? What in the map brings it, and why does a map with a better fit do worse? And could
-# so many prompts have shown it at all? Every figure here concerns the frozen map as it stands: nothing is chosen by
-# them.
+# more text have made it larger? What in the map brings it? Is a map that fits the target's cache better also closer
+# to native? And could so many prompts have shown the difference at all? What follows looks at the frozen map and at
+# how it was trained; nothing is chosen by it.
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
@@ -131,8 +131,8 @@ show(
 # %% [markdown]
 # ## Reconstruction and fidelity
 #
-# The ridge map is fitted to reconstruct the target's own cache; the learned correction is fitted to the target's
-# words. {glue:text}`ridge_reason`
+# The ridge map is fitted to reconstruct the target's own cache; the learned correction is trained on the target's
+# next-token distributions. {glue:text}`ridge_reason`
 #
 # {glue:text}`learned_reason`
 #

@@ -160,7 +160,11 @@ def test_the_training_lengths_are_a_band_with_a_place_in_the_legend():
 
 @pytest.mark.parametrize(
     ("shift", "words"),
-    [(-0.01, "still falls at its end"), (0.01, "rises at its end"), (0.0, "cannot be told from a flat one")],
+    [
+        (-0.01, "still falls at its end"),
+        (0.01, "rises at its end"),
+        (-1e-4, "cannot be told from a flat one"),
+    ],
 )
 def test_a_curve_that_still_falls_is_told_from_one_that_does_not(shift, words):
     summary, records = made_up(windows=(8, 64))
@@ -170,7 +174,7 @@ def test_a_curve_that_still_falls_is_told_from_one_that_does_not(shift, words):
     learning.loc[(learning.axis == "windows") & (learning.value == 64), "kl32"] = before + shift + wobble
     said = facts(summary, records)["data_end"]
     assert words in said and "from eight to 64 windows" not in said and "from 8 to 64 windows" in said
-    assert ("more text would be worth trying" in said) == (shift < 0)
+    assert ("more text would be worth trying" in said) == ("falls" in words)
 
 
 def test_a_training_that_broke_off_is_named_and_drawn_around():
@@ -217,6 +221,15 @@ def test_whiskers_of_layers_are_of_the_paired_difference():
     full = ablation[ablation.which == "full"].kl32.to_numpy()
     assert each.off_se[3] == pytest.approx((off - full).std(ddof=1) / len(full) ** 0.5)
     assert each.off[3] == pytest.approx((off - full).mean())
+
+
+def test_layers_are_counted_only_beyond_two_standard_errors():
+    summary, records = made_up()
+    each = worked_out.by_layer(summary, records)
+    rises, falls = ((sign * each.off > 2 * each.off_se).sum() for sign in (1, -1))
+    assert 0 < rises < (each.off > 0).sum()
+    said = facts(summary, records)["layers_off"]
+    assert f"rises for {wording.of(int(rises), 30)} layers and falls for {wording.of(int(falls), 30)}" in said
 
 
 def test_reconstruction_is_called_no_fidelity_only_if_the_numbers_say_so():
