@@ -123,7 +123,7 @@ show(
     "Top: how much KL32 falls below direct reuse with the correction on keys alone, on values alone and on both."
     " Middle: how much KL32 rises when one layer goes without its correction and all others keep theirs. Bottom: how"
     " much it falls when one layer alone has its correction. Whiskers are standard errors of the paired difference;"
-    " among so many layers a few pass twice that by chance. Nothing is trained again for this.",
+    " among so many layers a few can pass twice that by chance. Nothing is trained again for this.",
     tables.layers(evidence, records),
     "evidence/summary.json; every prompt in evidence/ablation.parquet",
 )
@@ -160,8 +160,8 @@ show(
 show(
     figures.power(evidence),
     "Power of a two-sided paired t-test on the final prompts' mean difference, if the true difference and its spread"
-    " were those found. The dashed curve counts prompts from one article as less than independent, by the ratio of"
-    " the clustered to the plain variance. The ring marks this run's number of prompts.",
+    " were those found. The dashed curve allows for what prompts of one article share: it counts prompts by the ratio"
+    " of the clustered variance to the plain one. The ring marks this run's number of prompts.",
     tables.power(evidence),
     "evidence/summary.json",
 )
