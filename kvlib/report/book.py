@@ -13,7 +13,9 @@ import nbformat
 import yaml
 
 from kvlib.errors import KvlibError
+from kvlib.report.prose.evidence_page import not_run_page
 from kvlib.study.decision import DECISION_RULE
+from kvlib.study.records import read_json, read_record
 from kvlib.study.run import read_summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,7 @@ CHAPTERS = (
     "10_study_and_run",
     "20_trust",
 )
+EVIDENCE = "evidence"  # a chapter with a command of its own; a page says so while there is none
 FOLDED = {
     "parameters": "the parameters and their defaults",
     "injected-parameters": "the parameters that this run was given",
@@ -53,12 +56,16 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
     out = Path(out).resolve() if out else run_folder / "book"
     notebooks = {name: _read_chapter(run_folder, name) for name in CHAPTERS}
     pair = read_summary(run_folder / "pair")
+    evidence = evidence_chapter(run_folder)
     out.parent.mkdir(parents=True, exist_ok=True)
     _tidy_after_a_kill(out)
     aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=ASIDE))
     try:
         source = aside / "source"
-        _assemble(source, notebooks)
+        if isinstance(evidence, str):
+            _assemble(source, notebooks, {EVIDENCE: evidence})
+        else:
+            _assemble(source, notebooks | {EVIDENCE: evidence}, {})
         config = aside / "_config.yml"
         config.write_text(yaml.safe_dump(_config(pair), allow_unicode=True, sort_keys=False))
         _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"))
@@ -72,10 +79,41 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
     return out / "index.html"
 
 
-def _read_chapter(run_folder: Path, name: str) -> nbformat.NotebookNode:
+def evidence_chapter(run_folder: Path) -> nbformat.NotebookNode | str:
+    """The executed evidence notebook, or as Markdown the page that says why it is not in the book.
+
+    It enters the book only if the map that it says it is about is the one that the run has frozen now.
+
+    Raises: KvlibError when there is a notebook that is unfinished or holds an error.
+    """
+    made_for, present = None, None
+    if (run_folder / "notebooks" / f"{EVIDENCE}.ipynb").exists():
+        notebook = _read_chapter(run_folder, EVIDENCE, f"python -m kvlib evidence {run_folder.name}")
+        made_for = _glued(notebook, "manifest")
+        present = read_record(run_folder / "confirmation" / "summary.json", "manifest_hash")["manifest_hash"]
+        if made_for == present:
+            return notebook
+    profile = read_record(run_folder / "pair" / "summary.json", "profile")["profile"]
+    opened = run_folder / "run.json"
+    if opened.exists():  # a profile of one's own is found by its path, not by its name
+        profile = read_json(opened).get("source", profile)
+    return not_run_page(run_folder.name, profile, made_for, present)
+
+
+def _glued(notebook: nbformat.NotebookNode, key: str) -> str:
+    """A string that an executed notebook glued under `key`; empty when it did not."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            if output.get("metadata", {}).get("scrapbook", {}).get("name") == key:
+                kept = [value for kind, value in output.data.items() if kind.endswith("text/plain")]
+                return kept[0].strip("'\"") if kept else ""
+    return ""
+
+
+def _read_chapter(run_folder: Path, name: str, command: str = "") -> nbformat.NotebookNode:
     """An executed notebook as the book takes it. Raises KvlibError when there is no whole one."""
     path = run_folder / "notebooks" / f"{name}.ipynb"
-    command = f"python -m kvlib run {name} --run {run_folder.name}"
+    command = command or f"python -m kvlib run {name} --run {run_folder.name}"
     if not path.exists():
         raise KvlibError(f"{path} is missing, expected the executed notebook {name}: run `{command}` first")
     try:
@@ -119,12 +157,14 @@ def _tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     return notebook
 
 
-def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode]) -> None:
+def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: dict[str, str]) -> None:
     shutil.copytree(BOOK, source, ignore=shutil.ignore_patterns("_build", "chapters", ".ipynb_checkpoints"))
     (source / "chapters").mkdir()
     for name, notebook in notebooks.items():
         nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
     shutil.copy(DECISION_RULE, source / DECISION_RULE.name)
+    for name, text in pages.items():
+        (source / "chapters" / f"{name}.md").write_text(text, encoding="utf-8")
     shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
 
 

@@ -36,7 +36,8 @@ def _key(run_folder: Path) -> str:
         if path.is_file() and not set(path.relative_to(BOOK).parts) & set(GENERATED)
     ]
     code = [*(ROOT / "kvlib" / "report").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
-    records = [*(run_folder / "notebooks").glob("*.ipynb"), run_folder / "pair" / "summary.json"]
+    summaries = [run_folder / stage / "summary.json" for stage in ("pair", "confirmation")]
+    records = [*(run_folder / "notebooks").glob("*.ipynb"), *summaries]
     paths = [
         path
         for path in sorted([*pages, *code, *records])

@@ -1,5 +1,7 @@
 """How numbers are written in prose: one function per kind of quantity, a plain word where there is none."""
 
+import math
+
 MINUS = "−"
 SPACE = "\u00a0"  # between a number and its unit: never at the end of a line
 UNKNOWN = "not measured"
@@ -24,6 +26,13 @@ def number(value: float | None, digits: int = 4) -> str:
     return UNKNOWN if value is None else f"{value:,.{digits}f}".replace("-", MINUS)
 
 
+def small(value: float | None, digits: int = 4) -> str:
+    """As `number`, with more digits where these would leave less than two significant ones."""
+    if value is None or value == 0 or not math.isfinite(value):
+        return number(value, digits)
+    return number(value, min(10, max(digits, 1 - math.floor(math.log10(abs(value))))))
+
+
 def signed(value: float | None, digits: int = 4) -> str:
     return UNKNOWN if value is None else f"{value:+,.{digits}f}".replace("-", MINUS)
 
@@ -46,6 +55,11 @@ def count(value: int | None) -> str:
 
 def plural(value: int, one: str, many: str | None = None) -> str:
     return f"{count(value)} {one if value == 1 else many or one + 's'}"
+
+
+def of(part: int, whole: int) -> str:
+    """So many of so many: none of three."""
+    return f"{'none' if part == 0 else count(part)} of {count(whole)}"
 
 
 def milliseconds(value: float | None) -> str:
