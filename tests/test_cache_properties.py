@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import is_one_sentence, tiny_llama, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvlib import DirectMap, KvlibError, PrefixCache, handoff, prefill
 from kvlib.cache import Geometry
@@ -213,6 +214,29 @@ def test_one_thing_wrong_with_a_cache_is_refused_in_one_sentence(what, shape, mo
     assert is_one_sentence(refusal.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
+def test_a_cache_is_of_floating_point_numbers(dtype):
+    whole = [torch.ones(1, 2, 3, 4).to(dtype)]
+    with pytest.raises(KvlibError, match="expected floating point"):
+        PrefixCache(whole, whole)
+
+
+def test_layers_on_another_device_are_refused():
+    here = torch.ones(1, 2, 3, 16)
+    with FakeTensorMode():
+        there = torch.ones(1, 2, 3, 16, device="cuda")  # no GPU is needed to say so
+    with pytest.raises(KvlibError, match="value layer 0 of the cache is on cuda:0, expected cpu"):
+        PrefixCache([here], [there])
+    with pytest.raises(KvlibError, match="validity mask is on cuda:0, expected cpu"):
+        with FakeTensorMode():
+            mask = torch.ones(1, 3, dtype=torch.bool, device="cuda")
+        PrefixCache([here], [here], mask)
+    with pytest.raises(KvlibError, match="the cache is on cpu, the model on meta"):
+        PrefixCache([here] * 3, [here] * 3).check_fits(tiny_llama().to("meta"))
+    with pytest.raises(KvlibError, match="token ids on cpu given, the model is on meta"):
+        prefill(tiny_llama().to("meta"), tokens(1, 3))
+
+
 HARMLESS = {
     "not contiguous": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
     "strided": lambda t: torch.stack([t, t], -1)[..., 0],
@@ -233,26 +257,35 @@ def test_another_layout_in_memory_does_no_harm(what, shape, mode):
         assert torch.allclose(active.logits(ids[:, -1:]), native, atol=1e-10)
 
 
-@settings(max_examples=40)
-@given(
-    batch=st.integers(1, 3), length=st.integers(1, 6), bits=st.integers(0, 2**18 - 1),
-    shape=st.sampled_from(["right", "short", "long", "flat", "batch", "bytes", "list"]),
-)  # fmt: skip
-def test_a_mask_is_one_run_per_prompt_or_refused(batch, length, bits, shape):
+@settings(max_examples=100)
+@given(data=st.data(), batch=st.integers(1, 3), length=st.integers(1, 6))
+def test_a_mask_marks_one_run_per_prompt_or_is_refused(data, batch, length):
+    rows = data.draw(st.lists(st.integers(0, 2**length - 1), min_size=batch, max_size=batch))
+    texts = [f"{row:0{length}b}" for row in rows]
+    mask = torch.tensor([[bit == "1" for bit in text] for text in texts])
     cache = PrefixCache(*([torch.ones(batch, 1, length, 2)] for _ in range(2)))
-    valid = torch.tensor([bool(bits >> i & 1) for i in range(batch * length)]).view(batch, length)
-    mask = {
-        "right": valid, "short": valid[:, 1:], "long": torch.cat([valid, valid], 1), "flat": valid.flatten(),
-        "batch": torch.cat([valid, valid]), "bytes": valid.long(), "list": valid.tolist(),
-    }[shape]  # fmt: skip
-    runs = ["".join("01"[int(b)] for b in row).strip("0") for row in valid]
-    if shape == "right" and all(run and "0" not in run for run in runs):
+    runs = [text.strip("0") for text in texts]
+    if all(run and "0" not in run for run in runs):
         padded = PrefixCache(cache.keys, cache.values, mask)
         assert padded.lengths.tolist() == [len(run) for run in runs]
         assert torch.equal(padded.positions.amax(-1), padded.lengths - 1)
     else:
-        with pytest.raises(KvlibError, match="validity mask"):
+        with pytest.raises(KvlibError, match="runs of positions, expected one"):
             PrefixCache(cache.keys, cache.values, mask)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mask: mask[:, 1:], lambda mask: torch.cat([mask, mask], 1), lambda mask: torch.cat([mask, mask]),
+        lambda mask: mask.flatten(), lambda mask: mask[:1], lambda mask: mask.long(), lambda mask: mask.float(),
+        lambda mask: mask.tolist(), lambda mask: True, lambda mask: mask[:, None, None],
+    ],
+)  # fmt: skip
+def test_a_mask_of_another_shape_or_kind_is_refused(change):
+    cache = PrefixCache(*([torch.ones(2, 1, 5, 2)] for _ in range(2)))
+    with pytest.raises(KvlibError, match=r"validity mask is .*, expected \(2, 5\) torch.bool"):
+        PrefixCache(cache.keys, cache.values, change(torch.ones(2, 5, dtype=torch.bool)))
 
 
 @settings(max_examples=30)
