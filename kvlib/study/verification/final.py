@@ -4,8 +4,9 @@ import pandas as pd
 import torch
 
 from kvlib.maps import DirectMap, load_map
+from kvlib.study.decision import decide
 from kvlib.study.evaluation import batch_file, measured, modes, work_folder
-from kvlib.study.final_tables import checked_steps, prompt_table, summarise_final
+from kvlib.study.final_tables import checked_steps, main_forcing, prompt_table, summarise_final
 from kvlib.study.models import load_pair_tokenizer
 from kvlib.study.pairing import load_partitions
 from kvlib.study.verification.checking import Check
@@ -46,7 +47,8 @@ def check_final(records: Records, check: Check) -> None:
         name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=records.pair)
         for name in manifest["weights"]
     }
-    expected = _recomputed(records) | {
+    tables = [records.table(STAGE, f"{name}.parquet") for name in ("steps", "prompts", "controls")]
+    expected = summarise_final(*tables, settings.forcings, run.profile.seed) | {
         "articles": len(set(records.articles("final"))),
         "frozen": manifest["hash"],
         "modes": modes(maps | {"direct": DirectMap()}),
@@ -56,15 +58,10 @@ def check_final(records: Records, check: Check) -> None:
 
 
 def check_decision(records: Records, check: Check) -> None:
-    """The rule, applied again to figures that are computed again, says what the summary says."""
-    found, where = records.summary(STAGE)["decision"], f"{STAGE}/summary.json, decision"
-    check.same(where, found, _recomputed(records)["decision"])
-
-
-def _recomputed(records: Records) -> dict:
-    tables = [records.table(STAGE, f"{name}.parquet") for name in ("steps", "prompts", "controls")]
-    profile = records.run.profile
-    return summarise_final(*tables, profile.evaluation.forcings, profile.seed)
+    """The rule, applied again to the summary's figures, says what the summary says."""
+    summary, main = records.summary(STAGE), main_forcing(records.run.profile.evaluation.forcings)
+    expected = {"forcing": main, **decide(summary["forcing"][main])}
+    check.same(f"{STAGE}/summary.json, decision", summary["decision"], expected)
 
 
 def _possible(where: str, table: pd.DataFrame, check: Check) -> None:

@@ -6,7 +6,9 @@ all of them agree; only running the study again answers that. The few figures th
 losses, the gates' differences, the memory bandwidth) have no raw record: what can be held against them is.
 """
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvlib.errors import KvlibError
@@ -22,11 +24,11 @@ from kvlib.study.verification.stages import check_files, check_gates, check_note
 
 Function = Callable[[Records, Check], None]
 
-# name -> (the stage whose summary has to be there, the check)
-CHECKS: dict[str, tuple[str, Function]] = {
-    "stages": ("pair", check_stages),
-    "files": ("pair", check_files),
-    "gates": ("pair", check_gates),
+# name -> (the stage whose summary has to be there, or None where the check looks for itself; the check)
+CHECKS: dict[str, tuple[str | None, Function]] = {
+    "stages": (None, check_stages),
+    "files": (None, check_files),
+    "gates": (None, check_gates),
     "partitions": ("pair", check_partitions),
     "models": ("pair", check_models),
     "pair": ("pair", check_pair),
@@ -38,6 +40,7 @@ CHECKS: dict[str, tuple[str, Function]] = {
     "final evaluation": ("frozen_evaluation", check_final),
     "decision": ("frozen_evaluation", check_decision),
     "latency": ("latency", check_latency),
+    "notebooks": (None, check_notebooks),
 }
 
 # The seam for stages outside the sequence: stage -> the check of its summary and tables.
@@ -61,11 +64,20 @@ def verify(run: Run | Path | str) -> list[Check]:
         return [settings]
     records, checks = Records(found), [settings]
     extra = {stage: (stage, function) for stage, function in EXTRA_CHECKS.items()}
-    for name, (stage, function) in {**CHECKS, **extra}.items():
-        there = records.has(stage) or name == "stages"
-        checks.append(_run(name, function, records, there))
-    checks.append(_run("notebooks", check_notebooks, records, True))
+    with _quick_collections():
+        for name, (stage, function) in {**CHECKS, **extra}.items():
+            checks.append(_run(name, function, records, stage is None or records.has(stage)))
     return checks
+
+
+@contextlib.contextmanager
+def _quick_collections() -> Iterator[None]:
+    """statsmodels collects garbage after every correction of p-values: what was loaded before need not be searched."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _run(name: str, function: Function, records: Records, there: bool) -> Check:
