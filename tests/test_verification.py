@@ -1,6 +1,8 @@
 """`kvlib verify`: a run as it was made verifies clean, and whatever one changes in it is found by the check it belongs to."""
 
+import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,8 +34,10 @@ from tampering import (
     swap_values,
 )  # fmt: skip
 
+from kvlib import KvlibError
+from kvlib.cli import app
 from kvlib.study import execution
-from kvlib.study.records import write_json
+from kvlib.study.records import read_table, write_json, write_table
 from kvlib.study.run import HOME_VARIABLE, NOTEBOOKS
 from kvlib.study.stages import (
     open_run,
@@ -45,6 +49,8 @@ from kvlib.study.stages import (
 )
 from kvlib.study.verification import summary, verify
 from kvlib.study.verification.reading import recorded_run
+from kvlib.study.verification.verify import EXTRA_CHECKS
+from kvlib.terminal import FAILURE, MISTAKE, run_app
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +136,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     # files
     "a byte more": (
         lambda folder: append_byte(folder / CONFIRM / "learned.safetensors"),
-        {"files", "manifest", "confirmation", "frozen maps"},
+        {"files", "manifest", "confirmation", "frozen maps", "final evaluation"},
         "learned.safetensors",
     ),
     "a hash": (
@@ -195,7 +201,11 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "expected it in one of them",
     ),
     # the pair
-    "other weights, their hash in the manifest": (nudge_weights, {"models", "latency"}, "source.fingerprint"),
+    "other weights, their hash in the manifest": (
+        nudge_weights,
+        {"models", "latency", "final evaluation"},
+        "source.fingerprint",
+    ),
     "more parameters": (
         edit(f"pair/{SUMMARY}", set_at("target", "parameters", 7)),
         {"models"},
@@ -298,6 +308,13 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"screening"},
         "direct-linear-own-r8-lr0.003-w4",
     ),
+    "a window that was not cached": (
+        lambda folder: edit(place(folder, f"{SCREEN}/windows-*/windows.json"), set_at("complete", 11))(
+            folder
+        ),
+        {"screening"},
+        "complete: found 11, expected 12",
+    ),
     # confirmation
     "a seed's KL": (
         edit(f"{CONFIRM}/{SUMMARY}", set_at("arms", 0, "runs", 1, "kl32", nudge)),
@@ -391,7 +408,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     # final evaluation
     "a final mean": (
         edit(f"{FINAL}/{SUMMARY}", set_at(*ORACLE, "paths", "learned", "kl32", "mean", nudge)),
-        {"final evaluation"},
+        {"final evaluation", "decision"},
         "forcing.oracle.paths.learned.kl32.mean",
     ),
     "a bootstrap interval": (
@@ -531,3 +548,138 @@ def test_what_was_changed_is_named_by_the_checks_it_belongs_to(copy, name):
     assert {*named} - {"notebooks"} == checks - {"notebooks"}
     sentences = [sentence for check in checks for sentence in named[check]]
     assert any(said in sentence for sentence in sentences), sentences
+
+
+def spoilt(path: Path, number: int) -> Callable[[], object]:
+    """What happens to a file on a bad disk, or in a careless editor."""
+    if path.suffix == ".parquet" and number % 2:
+        return lambda: write_table(path, read_table(path).iloc[:, 1:])
+    if path.suffix in (".json", ".ipynb") and number % 3:
+        return lambda: write_json(path, [[], {"a": {"b": 1}}][number % 3 - 1])
+    return lambda: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_a_damaged_record_is_a_mismatch_and_never_a_trace(copy):
+    kinds = ("*.json", "*.jsonl", "*.parquet", "*.safetensors", "*/*.ipynb")
+    files = [path for kind in kinds for path in sorted(copy.glob(f"{kind}")) + sorted(copy.glob(f"*/{kind}"))]
+    files += [
+        next(copy.glob(f"screening/arms/*/{kind}"))
+        for kind in ("trained.json", "curve.parquet", "*.safetensors")
+    ]
+    files += [
+        copy / "pair" / "source" / name for name in ("config.json", "model.safetensors", "tokenizer.json")
+    ]
+    files += [
+        next(copy.glob("frozen_evaluation/work-*/controls-*.parquet")),
+        *copy.glob("latency/parts/*32-*"),
+    ]
+    assert len(files) > 40
+    for number, path in enumerate(files):
+        before = path.read_bytes()
+        spoilt(path, number)()
+        assert found(copy), path
+        path.write_bytes(before)
+    assert not found(copy)
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ("pair", "target"),
+        ("pair", "partitions"),
+        (SCREEN, "files"),
+        (SCREEN, "chosen"),
+        (CONFIRM, "frozen"),
+        (FINAL, "forcing"),
+        ("latency", "gates"),
+        ("latency", "rows"),
+    ],
+)
+def test_a_number_where_a_record_belongs_is_a_mismatch(copy, stage, key):
+    edit(f"{stage}/{SUMMARY}", set_at(key, 3))(copy)
+    assert any(stage in sentence for sentences in found(copy).values() for sentence in sentences)
+
+
+def test_what_has_not_been_run_is_no_mismatch(copy):
+    for stage in ("latency", "frozen_evaluation"):
+        shutil.rmtree(copy / stage)
+        (copy / "notebooks" / f"{NOTEBOOKS[stage]}.ipynb").unlink()
+        (copy / "notebooks" / f"{NOTEBOOKS['latency']}.ipynb").unlink(missing_ok=True)
+        results = {check.name: check.result for check in verify(copy)}
+        assert results["latency"] == "not run yet" and {*results.values()} == {"matches", "not run yet"}
+    assert results["final evaluation"] == results["decision"] == results["ledger"] == "not run yet"
+
+
+def test_a_run_that_has_only_begun_has_nothing_to_compare(tmp_path):
+    folder = open_run("smoke", results=tmp_path).folder
+    assert [check.name for check in verify(folder) if check.checked] == ["settings"]
+
+
+def test_a_stage_outside_the_sequence_is_checked_where_it_was_run(copy, monkeypatch):
+    monkeypatch.setitem(EXTRA_CHECKS, "further", lambda records, check: check.same("further", 1, 2))
+    assert "further" not in found(copy)
+    write_json(copy / "further" / SUMMARY, {})
+    assert found(copy) == {"further": ["further: found 1, expected 2"]}
+
+
+def test_a_folder_that_is_no_run_is_a_mistake(tmp_path):
+    with pytest.raises(KvlibError, match="expected the folder of a run"):
+        verify(tmp_path)
+
+
+def test_the_summary_is_of_json_types(copy):
+    edit(f"latency/{SUMMARY}", set_at("label", "other"))(copy)
+    entry = next(entry for entry in json.loads(json.dumps(summary(verify(copy)))) if entry["mismatches"])
+    assert entry["check"] == "stages" and entry["checked"] > 1 and len(entry["mismatches"]) == 1
+
+
+# The command
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs `kvlib verify` in this process, on a run's folder; gives (status, standard output, standard error)."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def run(folder: Path) -> tuple[int, str, str]:
+        monkeypatch.setenv(HOME_VARIABLE, str(folder.parent.parent))
+        with pytest.raises(SystemExit) as left:
+            run_app(app, ["verify", folder.name])
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_command_says_that_everything_matches(made, command):
+    status, out, err = command(made)
+    checks = verify(made)
+    compared = sum(check.checked for check in checks)
+    assert status == 0 and err == ""
+    assert out.splitlines()[0].split() == ["check", "compared", "result"]
+    assert (
+        out.splitlines()[-1] == f"everything matches: {compared:,} numbers and hashes in {len(checks)} checks"
+    )
+
+
+def test_the_command_names_what_does_not_match(copy, command):
+    edit(f"{FINAL}/{SUMMARY}", set_at("decision", "verdict", "triumphs"))(copy)
+    status, out, _ = command(copy)
+    assert status == FAILURE
+    assert 'frozen_evaluation/summary.json, decision.verdict: found "triumphs", expected ' in out
+    count = sum(len(check.mismatches) for check in verify(copy))
+    assert out.splitlines()[-1].startswith(f"{count} of ") and out.endswith(" do not match\n")
+
+
+def test_the_command_refuses_a_run_that_is_not_there(made, command):
+    status, out, err = command(made.with_name("smoek"))
+    assert status == MISTAKE and out == "" and "did you mean 'smoke'?" in err
+
+
+def test_a_run_of_the_command_line_verifies(smoke_run):
+    """Memory probes and real notebooks included."""
+    checks = verify(smoke_run.folder)
+    assert [sentence for check in checks for sentence in check.mismatches] == []
+    assert all(check.checked > 0 for check in checks)

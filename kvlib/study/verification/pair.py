@@ -99,6 +99,13 @@ def check_pair(records: Records, check: Check) -> None:
         "seed": profile.seed,
     }
     records.same_summary(check, "pair", expected, recorded=("gates",))
+    if pruning is not None:
+        with check.reading("pair/layers.parquet"):
+            table = records.table("pair", "layers.parquet")
+            layers = list(range(summary["target"]["layers"]))
+            check.same("pair/layers.parquet, layer", table["layer"].tolist(), layers)
+            possible = table["residual_error"].ge(0) & table["mlp_energy_kept"].between(0, 1)
+            check.holds(bool(possible.all()), "pair/layers.parquet: found a share or an error that cannot be")
     made = records.made("pair")
     for name in PRUNING_COST:
         check.same(f"pair/made.json, pruning_{name}", made[f"pruning_{name}"], (pruning or {}).get(name))

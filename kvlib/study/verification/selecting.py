@@ -1,5 +1,7 @@
 """Checks of screening and confirmation: every figure from the tables, the tables from the trainings' own records."""
 
+import datetime
+
 import pandas as pd
 
 from kvlib.study.arms import chosen_arms
@@ -17,7 +19,7 @@ from kvlib.study.selection_tables import (
 )
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import LOWEST_KL, Records, training_dtype_of
-from kvlib.study.verification.training import Training, scores_by
+from kvlib.study.verification.training import Training, check_windows, scores_by
 
 
 def check_screening(records: Records, check: Check) -> None:
@@ -69,6 +71,7 @@ def check_screening(records: Records, check: Check) -> None:
             "training_dtype": training_dtype_of(profile, summary),
         }
         records.same_summary(check, "screening", {**found, **counts}, recorded=("gates",))
+    check_windows(records, "screening", profile.partitions.screen_train.items, check)
     check.same("screening/made.json, seconds", records.made("screening")["seconds"], seconds)
 
 
@@ -112,6 +115,8 @@ def check_confirmation(records: Records, check: Check) -> None:
         "manifest_hash": records.json("confirmation", "manifest.json")["hash"],
     }
     records.same_summary(check, "confirmation", expected, recorded=("gates",))
+    check_windows(records, "confirmation", profile.partitions.confirm_train.items, check)
+    datetime.datetime.fromisoformat(records.made("confirmation")["frozen_at"])
 
 
 def _validation(records: Records, stage: str, partition: str, check: Check) -> dict[str, pd.DataFrame]:

@@ -79,3 +79,10 @@ def scores_by(table: pd.DataFrame, *columns: str) -> dict:
     by = columns[0] if len(columns) == 1 else list(columns)
     groups = table.groupby(by, sort=False)
     return {key: rows[SCORES].reset_index(drop=True) for key, rows in groups}
+
+
+def check_windows(records: Records, stage: str, windows: int, check: Check) -> None:
+    """The stored windows, where they have not been deleted to save room, are as many as the partition has."""
+    for path in sorted(records.run.stage(stage).glob("windows-*/windows.json")):
+        with check.reading(records.name(path)):
+            check.same(f"{records.name(path)}, complete", read_record(path, "complete")["complete"], windows)
