@@ -1,5 +1,6 @@
 """The command line: run notebooks, build the book, look at runs. `python -m kvlib --help` lists it all."""
 
+import contextlib
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ import typer
 
 from kvlib.errors import KvlibError
 from kvlib.study.display import duration
-from kvlib.terminal import PairsCommand, run_app, say, short, table
+from kvlib.terminal import FAILURE, PairsCommand, run_app, say, short, table
 
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -238,6 +239,31 @@ def status(run: RunArgument) -> None:
     if opened.overrides:
         typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
     table(("notebook", "state", "took"), rows)
+
+
+@app.command()
+def verify(run: RunArgument) -> None:
+    """Recompute every published number of a run from its records, check every hash, say what does not match."""
+    from kvlib.study.records import run_lock
+    from kvlib.study.verification import verify as verified
+
+    folder = _existing_run(run)
+    # Nothing is written, so that a copy that only can be read is no obstacle.
+    with run_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
+        checks = verified(folder)
+    table(
+        ("check", "compared", "result"),
+        [(check.name, f"{check.checked:,}", check.result) for check in checks],
+    )
+    found = [f"{check.name}: {mismatch}" for check in checks for mismatch in check.mismatches]
+    for mismatch in found:
+        typer.echo(mismatch)
+    compared = sum(check.checked for check in checks)
+    if found:
+        typer.echo(f"{len(found):,} of {compared:,} do not match")
+        raise typer.Exit(FAILURE)
+    ran = sum(check.checked > 0 for check in checks)
+    typer.echo(f"everything matches: {compared:,} numbers and hashes in {ran} checks")
 
 
 @app.command()

@@ -21,7 +21,7 @@ from kvlib.study.screening import (
     scored_table,
     stage_gates,
 )
-from kvlib.study.selection import freeze, mean_kl32, median_seed, why_frozen
+from kvlib.study.selection_tables import confirmed_arm, frozen_arm, seed_table
 
 
 def run_confirmation(run: Run) -> dict:
@@ -51,36 +51,24 @@ def run_confirmation(run: Run) -> dict:
     records = []
     for arm in arms:
         step, scale = settings[arm.id]["checkpoint_step"], settings[arm.id]["scale"]
-        runs = []
+        ends = {}
         for seed in seeds:
             task = Task(arm, seed, step)
-            trained = trainer.train(task, progress, f"{arm.id}, seed {seed}")
-            entry = {"seed": seed, "status": trained["status"], "kl32": None, "se": None, "top1": None}
+            ends[seed] = trained = trainer.train(task, progress, f"{arm.id}, seed {seed}")
             if trained["status"] == "finished":
                 table = scored_table(trainer, scorer, task, step, scale, progress, units)
-                tables[f"{arm.id} seed {seed}"] = table
-                entry |= summarise(table)
-            runs.append(entry)
+                tables[seed_table(arm.id, seed)] = table
             started = run.add_time("confirmation", started)
-        whole = all(entry["status"] == "finished" for entry in runs)
-        records.append(
-            {
-                "id": arm.id, "checkpoint_step": step, "scale": scale,
-                "parameters": trained["parameters"], "absorbable": arm.absorbable, "runs": runs,
-                "mean_kl32": mean_kl32({"runs": runs}) if whole else None, "median_seed": median_seed(runs) if whole else None,
-            }
-        )  # fmt: skip
-    name, seed = freeze(records)
-    record = next(entry for entry in records if entry["id"] == name)
+        records.append(confirmed_arm(arm, settings[arm.id], ends, tables, trained["parameters"]))
+    chosen = frozen_arm(records)
+    name, seed, scale = chosen["arm"], chosen["seed"], chosen["scale"]
     arm = next(arm for arm in arms if arm.id == name)
     folder = run.stage("confirmation")
-    task = Task(arm, seed, record["checkpoint_step"])
-    maps = {"learned": trainer.load(task, task.steps).with_scale(record["scale"]), "ridge": trainer.ridge}
+    task = Task(arm, seed, chosen["checkpoint_step"])
+    maps = {"learned": trainer.load(task, task.steps).with_scale(scale), "ridge": trainer.ridge}
     control = trainer.train(replace(task, wrong_prompts=True), progress, "control on other prompts' caches")
     if control["status"] == "finished":
-        maps[WRONG_TRAINED] = trainer.load(replace(task, wrong_prompts=True), task.steps).with_scale(
-            record["scale"]
-        )
+        maps[WRONG_TRAINED] = trainer.load(replace(task, wrong_prompts=True), task.steps).with_scale(scale)
     started = run.add_time("confirmation", started)
     for file, cache_map in maps.items():
         path = folder / f"{file}.safetensors"
@@ -89,11 +77,7 @@ def run_confirmation(run: Run) -> dict:
         folder / "validation.parquet",
         pd.concat([t.assign(arm=n, article=scorer.articles) for n, t in tables.items()], ignore_index=True),
     )
-    frozen = {
-        "arm": name, "seed": seed, "checkpoint_step": record["checkpoint_step"], "scale": record["scale"],
-        "parameters": record["parameters"], "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size,
-        "why": why_frozen(records, name, seed),
-    }  # fmt: skip
+    frozen = {**chosen, "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size}
     manifest_hash, weights = freeze_manifest(run, frozen, list(maps))
     return run.publish(
         "confirmation",

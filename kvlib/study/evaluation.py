@@ -1,7 +1,9 @@
 """Stage 03: four paths, controls and noise on the final prompts, opened only with the frozen manifest in hand."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -31,6 +33,7 @@ from kvlib.study.run import Run, training_dtype
 from kvlib.study.store import PromptStore
 
 PREFILL_UNITS, PATH_UNITS = 3, 1
+ROUGH = "native_training_dtype"  # noise that is there only where training computes in another number format
 
 
 def run_frozen_evaluation(run: Run) -> dict:
@@ -47,13 +50,11 @@ def run_frozen_evaluation(run: Run) -> dict:
         for name in manifest["weights"]
     } | {"direct": DirectMap()}
     target = load_pair_model(run, "target")
-    controls = [name for name, (_, of, _) in CONTROLS.items() if of in control_maps(maps)]
     rough = training_dtype(profile.training.dtype)
-    noise = [n for n in NOISE if n != "native_training_dtype" or rough != next(target.parameters()).dtype]
-    rows = {"steps": list(PATHS), "controls": [*controls, *noise]}
+    rows = measured(manifest["weights"], next(target.parameters()).dtype, rough)
     units = {name: len(paths) * len(settings.forcings) * PATH_UNITS for name, paths in rows.items()}
     progress = Progress("frozen_evaluation", count * (PREFILL_UNITS + sum(units.values())))
-    work = folder / f"work-{hash_json([manifest['hash'], settings.model_dump(mode='json')])[:10]}"
+    work = work_folder(run, manifest["hash"])
     if not work.exists() or not openings(run):
         record_opening(run, manifest["hash"])
     work.mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     )
     store = PromptStore(work, tokens, prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
     store.fill(load_pair_model(run, "source"), target, progress, PREFILL_UNITS)
-    low = load_pair_model(run, "target", rough) if "native_training_dtype" in noise else None
+    low = load_pair_model(run, "target", rough) if ROUGH in rows["controls"] else None
     bench = Bench(store, target, low, maps, donors_of([item.article for item in items]), profile.seed)
     write = {"steps": lambda start: bench.paths(start, tokenizer), "controls": bench.controls}
 
@@ -73,7 +74,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     for start in store.starts:
         batch = range(start, min(start + settings.batch_prompts, count))
         for name, paths in rows.items():
-            path = work / f"{name}-{start:04d}.parquet"
+            path = work / batch_file(name, start)
             if path.exists():
                 progress.skip(len(batch) * units[name])
             else:
@@ -93,15 +94,39 @@ def run_frozen_evaluation(run: Run) -> dict:
             "frozen": manifest["hash"],
             "commit": commit(),
             "gates": passed,
-            "modes": {
-                name: "in_place" if cache_map.why_not_affine else "absorbed"
-                for name, cache_map in maps.items()
-                if name in PATHS
-            },
+            "modes": modes(maps),
         },
         started,
         {"opened": len(openings(run))},
     )
+
+
+def work_folder(run: Run, manifest_hash: str) -> Path:
+    """Where the batches of an evaluation under this manifest and these settings are kept."""
+    name = hash_json([manifest_hash, run.profile.evaluation.model_dump(mode="json")])[:10]
+    return run.stage("frozen_evaluation") / f"work-{name}"
+
+
+def batch_file(table: str, start: int) -> str:
+    """The name of the batch of `steps` or `controls` that begins at prompt `start`."""
+    return f"{table}-{start:04d}.parquet"
+
+
+def measured(maps: Iterable[str], dtype: torch.dtype, rough: torch.dtype) -> dict[str, list[str]]:
+    """Table -> the paths in it. maps: those that were frozen. dtype, rough: the pair's and training's."""
+    there = {"own", "direct", "permuted", *maps}
+    controls = [name for name, (_, of, _) in CONTROLS.items() if of in there]
+    noise = [name for name in NOISE if name != ROUGH or rough != dtype]
+    return {"steps": list(PATHS), "controls": [*controls, *noise]}
+
+
+def modes(maps: dict[str, CacheMap]) -> dict[str, str]:
+    """How the handoff applies each path's map."""
+    return {
+        name: "in_place" if cache_map.why_not_affine else "absorbed"
+        for name, cache_map in maps.items()
+        if name in PATHS
+    }
 
 
 @dataclass(frozen=True)
@@ -163,7 +188,7 @@ class Bench:
             for name, cache in native.items():
                 found[name] = path_divergence(self.target, cache, DirectMap(), reference)
             if rough is not None:
-                found["native_training_dtype"] = self._rough(rough, reference)
+                found[ROUGH] = self._rough(rough, reference)
             for name, result in found.items():
                 frames.append(lean_table(result, start).assign(forcing=forcing, path=name))
         return pd.concat(frames, ignore_index=True)

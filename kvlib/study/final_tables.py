@@ -87,13 +87,18 @@ def summarise_final(
     )
     for (forcing, name), result in read_together.items():
         each[forcing]["paired"][name] = result
-    main = "oracle" if "oracle" in each else forcings[0]
+    main = main_forcing(forcings)
     return {
         "forcing": each,
         "controls": each[main]["controls"],
         "noise": each[main]["noise"],
         "decision": {"forcing": main, **decide(each[main])},
     }
+
+
+def main_forcing(forcings: list[str]) -> str:
+    """The forcing that the headline and the decision rest on."""
+    return "oracle" if "oracle" in forcings else forcings[0]
 
 
 def _forcing(steps: pd.DataFrame, prompts: pd.DataFrame, controls: pd.DataFrame, *, seed: int) -> dict:

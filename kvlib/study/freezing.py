@@ -95,6 +95,17 @@ def check_manifest(run: Run) -> dict:
         raise KvlibError(
             f"the frozen manifest {path} has hash {stated[:12]}, the confirmation stage recorded {summary['manifest_hash'][:12]}: restore it"
         )
+    for what, (now_there, frozen) in compared(run, manifest).items():
+        if now_there != frozen:
+            raise KvlibError(
+                f"{what} changed after the freeze ({short(frozen)} then, {short(now_there)} now), so the final prompts stay closed: "
+                f"restore it, or freeze anew: delete {path.parent / 'summary.json'} and {again}"
+            )
+    return {**manifest, "hash": stated}
+
+
+def compared(run: Run, manifest: dict) -> dict[str, tuple]:
+    """Everything that the manifest fixes, in words -> (what is there now, what the manifest says)."""
     partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
     found = {
         "the decision rule": (
@@ -122,13 +133,7 @@ def check_manifest(run: Run) -> dict:
             sha256_file(file) if file.exists() else "missing",
             manifest["weights"][name],
         )
-    for what, (now_there, frozen) in found.items():
-        if now_there != frozen:
-            raise KvlibError(
-                f"{what} changed after the freeze ({short(frozen)} then, {short(now_there)} now), so the final prompts stay closed: "
-                f"restore it, or freeze anew: delete {path.parent / 'summary.json'} and {again}"
-            )
-    return {**manifest, "hash": stated}
+    return found
 
 
 def short(value) -> str:

@@ -36,7 +36,7 @@ def run_latency(run: Run) -> dict:
     bandwidth = memory_bandwidth_gb_s(next(target.parameters()).device)
     raw, memory = measure_latency(
         target, source, maps, prefixes, config, folder, seed=run.profile.seed,
-        key=hash_json([run.key("latency"), confirmation["manifest_hash"]]), progress=progress,
+        key=parts_key(run, confirmation["manifest_hash"]), progress=progress,
         target_folder=place_of(run, "target"), map_files=files,
     )  # fmt: skip
     write_table(folder / "raw.parquet", raw)
@@ -58,3 +58,8 @@ def run_latency(run: Run) -> dict:
         },
         started,
     )
+
+
+def parts_key(run: Run, manifest_hash: str) -> str:
+    """Stands for everything that the times depend on."""
+    return hash_json([run.key("latency"), manifest_hash])

@@ -36,6 +36,32 @@ class Task:
     wrong_prompts: bool = False
 
 
+def task_folder(folder: Path, key: str, task: Task) -> Path:
+    """The task's folder; tasks of other settings have others, so that nothing finished is overwritten.
+
+    folder, key: the stage's `arms` folder, and what stands for everything but the arm and the seed.
+    """
+    settings = [task.arm.record(), task.seed, task.steps, *(["wrong prompts"] if task.wrong_prompts else [])]
+    wrong = "-wrong-prompts" if task.wrong_prompts else ""
+    return folder / f"{task.arm.id}-seed{task.seed}{wrong}-{hash_json([key, *settings])[:10]}"
+
+
+def checkpoint_file(step: int) -> str:
+    return f"step-{step:05d}.safetensors"
+
+
+def checkpoint_provenance(key: str, task: Task, step: int) -> dict:
+    """What a checkpoint's file says of where it came from."""
+    wrong = {"wrong_prompts": True} if task.wrong_prompts else {}
+    return {"arm": task.arm.record(), "seed": task.seed, "step": step, "stage_key": key, **wrong}
+
+
+def last_loss(rows: list[dict]) -> float | None:
+    """Mean KL loss over the last ten steps of a curve; None where none of them was of that phase."""
+    tail = [row["loss"] for row in rows[-10:] if row["phase"] == "kl"]
+    return sum(tail) / len(tail) if tail else None
+
+
 @dataclass
 class Trainer:
     """What every arm of a stage shares. `target` is in the dtype that training computes in."""
@@ -52,30 +78,19 @@ class Trainer:
     articles: list[str]  # of each window
 
     def place(self, task: Task) -> Path:
-        """The task's folder; tasks of other settings have others, so that nothing finished is overwritten."""
-        name = hash_json([self.key, *self._settings(task)])[:10]
-        wrong = "-wrong-prompts" if task.wrong_prompts else ""
-        return self.folder / f"{task.arm.id}-seed{task.seed}{wrong}-{name}"
-
-    @staticmethod
-    def _settings(task: Task) -> list:
-        return [task.arm.record(), task.seed, task.steps, *(["wrong prompts"] if task.wrong_prompts else [])]
+        return task_folder(self.folder, self.key, task)
 
     def checkpoint(self, task: Task, step: int) -> Path:
-        return self.place(task) / f"step-{step:05d}.safetensors"
+        return self.place(task) / checkpoint_file(step)
 
     def load(self, task: Task, step: int) -> ResidualMap:
         path = self.checkpoint(task, step)
-        loaded, wanted = load_map(path, pair=self.pair), self._provenance(task, step)
+        loaded, wanted = load_map(path, pair=self.pair), checkpoint_provenance(self.key, task, step)
         if map_provenance(path) != wanted:
             raise KvlibError(
                 f"{path} is not the checkpoint of {task.arm.id} at step {step}: delete its folder and run the stage again"
             )
         return loaded
-
-    def _provenance(self, task: Task, step: int) -> dict:
-        wrong = {"wrong_prompts": True} if task.wrong_prompts else {}
-        return {"arm": task.arm.record(), "seed": task.seed, "step": step, "stage_key": self.key, **wrong}
 
     def finished(self, task: Task) -> dict | None:
         path = self.place(task) / "trained.json"
@@ -122,7 +137,8 @@ class Trainer:
             )
             if step.number in keep:
                 path = self.checkpoint(task, step.number)
-                save_map(step.map, path, pair=self.pair, provenance=self._provenance(task, step.number))
+                provenance = checkpoint_provenance(self.key, task, step.number)
+                save_map(step.map, path, pair=self.pair, provenance=provenance)
             progress.advance(1, f"{note}, step {step.number} of {task.steps}")
             if step.number == task.steps:
                 break
@@ -130,10 +146,9 @@ class Trainer:
             self.place(task) / "curve.parquet",
             pd.DataFrame(rows, columns=CURVE),
         )
-        tail = [row["loss"] for row in rows[-10:] if row["phase"] == "kl"]
         record = {
             "status": status, "reason": reason, "parameters": initial.parameters,
-            "seconds": round(time.time() - started, 1), "train_loss_last": sum(tail) / len(tail) if tail else None,
+            "seconds": round(time.time() - started, 1), "train_loss_last": last_loss(rows),
         }  # fmt: skip
         write_json(self.place(task) / "trained.json", record)
         return record

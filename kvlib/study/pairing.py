@@ -27,7 +27,7 @@ from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
-from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.profile import HubModel, Profile, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
@@ -75,7 +75,7 @@ def run_pair(run: Run) -> dict:
     }
     summary = {
         **described,
-        "pruning": pruning and {key: value for key, value in pruning.items() if key not in PRUNING_COST},
+        "pruning": without_cost(pruning),
         "held_out_nll": {**losses, "tokens": int(tokens[:, 1:].numel())},
         "gate": worst(passed),
         "gates": passed,
@@ -118,9 +118,16 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
     path = run.stage("pair") / "partitions.json"
     if path.exists():
         return Partitions.from_manifest(read_json(path), articles)
-    wanted, prompt = run.profile.partitions, run.profile.prompt
+    partitions = plan_partitions(articles, partition_requests(run.profile), run.profile.seed, tokenizer)
+    write_json(path, partitions.manifest())
+    return partitions
+
+
+def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
+    """What is asked of `plan_partitions`, in the order in which the manifest lists it."""
+    wanted, prompt = profile.partitions, profile.prompt
     prompt_tokens = prompt.prefix_tokens + prompt.forced_steps
-    longest = max(run.profile.latency.prefix_tokens)
+    longest = max(profile.latency.prefix_tokens)
     sizes = {
         "latency": ("prefixes", longest),
         "final": ("prompts", prompt_tokens),
@@ -130,13 +137,15 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
         "screen_validate": ("prompts", prompt_tokens),
         "confirm_validate": ("prompts", prompt_tokens),
     }
-    requests = {
+    return {
         name: PartitionRequest(kind, getattr(wanted, name).articles, getattr(wanted, name).items, tokens)
         for name, (kind, tokens) in sizes.items()
     }
-    partitions = plan_partitions(articles, requests, run.profile.seed, tokenizer)
-    write_json(path, partitions.manifest())
-    return partitions
+
+
+def without_cost(pruning: dict | None) -> dict | None:
+    """What pruning kept, the same whenever it is run."""
+    return pruning and {key: value for key, value in pruning.items() if key not in PRUNING_COST}
 
 
 def load_partitions(run: Run) -> Partitions:

@@ -9,7 +9,7 @@ from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
 from kvlib.pair import fingerprint
-from kvlib.study.arms import chosen_arms, slices
+from kvlib.study.arms import chosen_arms
 from kvlib.study.gate import gates
 from kvlib.study.learning import Task, Trainer
 from kvlib.study.models import load_pair_model, load_pair_tokenizer
@@ -17,9 +17,8 @@ from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
-from kvlib.study.scoring import Scorer, against, summarise
-from kvlib.study.selection import choose_settings, finalists, rank_arms
-from kvlib.study.statistics import with_holm
+from kvlib.study.scoring import Scorer
+from kvlib.study.selection_tables import arm_record, selected_arms, summarise_screening
 from kvlib.study.store import PromptStore, WindowStore
 
 # What the parts cost, in training steps, so that the time left can be told; measured on two cores.
@@ -36,9 +35,7 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
     prompts = partitions.tokens(f"{stage}_validate", tokenizer)
     target = load_pair_model(run, "target")
     geometry, cache_dtype = Geometry.of(target), getattr(torch, profile.training.cache_dtype)
-    data_key = hash_json([run.key("pair"), str(dtype), str(cache_dtype), profile.screening.ridge_penalty])[
-        :10
-    ]
+    data_key = caches_key(run, dtype)
     store = WindowStore(
         folder / f"windows-{data_key}", windows, geometry, target.config.hidden_size, cache_dtype
     )
@@ -62,11 +59,24 @@ def prepare(run: Run, stage: str, pair: dict, progress: Progress) -> tuple[Train
     trainer = Trainer(
         profile, store, training_target, target.get_output_embeddings().weight.detach().float(), ridge, store.source_scale(),
         fingerprint_of_pair, folder / "arms",
-        key=hash_json([data_key, profile.training.model_dump(mode="json"), profile.screening.checkpoints]),
+        key=trainings_key(run, dtype),
         articles=[item.article for item in partitions.items(f"{stage}_train")],
     )  # fmt: skip
     articles = [item.article for item in partitions.items(f"{stage}_validate")]
     return trainer, Scorer(validation, target, articles)
+
+
+def caches_key(run: Run, dtype: torch.dtype) -> str:
+    """Names what the stored caches and the ridge map of a stage depend on; `dtype` is the one that training computes in."""
+    cache_dtype = getattr(torch, run.profile.training.cache_dtype)
+    penalty = run.profile.screening.ridge_penalty
+    return hash_json([run.key("pair"), str(dtype), str(cache_dtype), penalty])[:10]
+
+
+def trainings_key(run: Run, dtype: torch.dtype) -> str:
+    """Names what every training of a stage depends on, the arm and the seed apart."""
+    settings = run.profile.training.model_dump(mode="json")
+    return hash_json([caches_key(run, dtype), settings, run.profile.screening.checkpoints])
 
 
 def stage_gates(run: Run, trainer: Trainer, scorer: Scorer, progress: Progress) -> list[dict]:
@@ -122,36 +132,24 @@ def run_screening(run: Run) -> dict:
     for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
         tables[name] = scorer.table(cache_map)
         progress.advance(score_units, f"{name} scored")
-    tasks = [Task(arm, profile.training.seed, steps) for arm in arms]
+    tasks = {arm.id: Task(arm, profile.training.seed, steps) for arm in arms}
     records, curves, seconds = [], [], {}
-    for number, (arm, task) in enumerate(zip(arms, tasks), 1):
+    for number, (arm, task) in enumerate(zip(arms, tasks.values()), 1):
         trained = trainer.train(task, progress, f"arm {number} of {len(arms)}")
         curves.append(trainer.curve(task))
-        seconds[arm.id] = trained.pop("seconds")
-        record = {**arm.record(), **trained, "kl32": None, "se": None, "median_kl32": None, "top1": None}
+        seconds[arm.id] = trained["seconds"]
         if trained["status"] == "finished":
             tables[arm.id] = scored_table(trainer, scorer, task, steps, 1.0, progress, score_units)
-            record |= summarise(tables[arm.id])
-        records.append(record)
+        records.append(arm_record(arm, trained, tables.get(arm.id)))
         started = run.add_time("screening", started)
-    order = rank_arms(records)
-    compared = against_direct(tables, scorer.articles, profile.seed)
-    for record in records:
-        record["order"] = order.index(record["id"]) + 1 if record["id"] in order else None
-        record["against_direct"] = compared.get(record["id"])
 
-    selected = order[: settings.select]
-    by_id, grid, cells = {task.arm.id: task for task in tasks}, [], []
-    for name in selected:
-        for step in settings.checkpoints:
-            for scale in settings.scales:
-                table = scored_table(trainer, scorer, by_id[name], step, scale, progress, score_units)
-                cell = {"arm": name, "checkpoint_step": step, "scale": scale}
-                grid.append({**cell, **summarise(table)})
-                cells.append(table.assign(**cell))
-    best = choose_settings(grid)
-    parameters = {record["id"]: record["parameters"] for record in records}
-    chosen = finalists(best, parameters, min(len(best), settings.select))
+    cells = {
+        (name, step, scale): scored_table(trainer, scorer, tasks[name], step, scale, progress, score_units)
+        for name in selected_arms(records, settings)
+        for step in settings.checkpoints
+        for scale in settings.scales
+    }
+    found = summarise_screening(records, tables, cells, scorer.articles, settings, profile.seed)
     folder = run.stage("screening")
     write_table(folder / "curves.parquet", pd.concat(curves, ignore_index=True))
     write_table(
@@ -160,30 +158,25 @@ def run_screening(run: Run) -> dict:
             [t.assign(arm=name, article=scorer.articles) for name, t in tables.items()], ignore_index=True
         ),
     )
-    write_table(folder / "grid.parquet", pd.concat(cells, ignore_index=True))
-    present = {arm.id for arm in arms}
-    axes = {
-        axis.removesuffix("_steps"): {
-            base: [a.id for a in members if a.id in present] for base, members in by_base.items()
-        }
-        for axis, by_base in slices(settings).items()
-    }
+    write_table(
+        folder / "grid.parquet",
+        pd.concat(
+            [
+                table.assign(arm=name, checkpoint_step=step, scale=scale)
+                for (name, step, scale), table in cells.items()
+            ],
+            ignore_index=True,
+        ),
+    )
     return run.publish(
         "screening",
         {
-            "arms": records,
-            "direct": summarise(tables["direct"]),
-            "ridge": summarise(tables["ridge"]),
+            **found,
             "prompts": prompts,
             "steps": steps,
             "prompts_per_step": profile.training.prompts_per_step,
             "windows": len(trainer.store.windows),
             "training_dtype": str(training_dtype(profile.training.dtype)).removeprefix("torch."),
-            "slices": axes,
-            "selected": selected,
-            "grid": grid,
-            "chosen": [best[name] for name in chosen],
-            "finalists": finalists(best, parameters, settings.finalists),
             "gates": passed,
         },
         started,
@@ -191,20 +184,14 @@ def run_screening(run: Run) -> dict:
     )
 
 
-def against_direct(tables: dict[str, pd.DataFrame], articles: list[str], seed: int) -> dict[str, dict]:
-    """Every scored map against direct reuse, p-values corrected over all of them."""
-    return with_holm(
-        {
-            name: against(table, tables["direct"], articles, seed)
-            for name, table in tables.items()
-            if name != "direct"
-        }
-    )
+def scores_file(step: int, scale: float) -> str:
+    """The name of the record of one checkpoint at one scale, in its arm's folder."""
+    return f"scored-{step:05d}-{scale!r}.json"
 
 
 def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, progress, units) -> pd.DataFrame:
     """The validation table of one checkpoint at one scale, from its record when there is one."""
-    path = trainer.place(task) / f"scored-{step:05d}-{scale!r}.json"
+    path = trainer.place(task) / scores_file(step, scale)
     if path.exists():
         progress.skip(units)
         found = read_record(path, "prompt", "kl32", "top1")

@@ -77,7 +77,7 @@ def measure_latency(
         )
     paths, tables = standard_paths(maps), []
     for index, tokens in enumerate(config.prefix_tokens):
-        file = _part(folder, key, f"{tokens:05d}")
+        file = part_file(folder, key, f"{tokens:05d}")
         rounds = _rounds(config, index, paths, len(prefixes), seed=f"{seed}/{tokens}")
         if file.exists():
             progress.skip(_length_units(rounds, tokens))
@@ -86,12 +86,13 @@ def measure_latency(
             columns = [field.name for field in fields(Sample)]
             write_table(file, pd.DataFrame([asdict(sample) for sample in samples], columns=columns))
         tables.append(read_table(file))
-    memory_file = _part(folder, key, "memory")
+    memory_file = part_file(folder, key, "memory")
     memory = _measure_memory(target, paths, config, memory_file, progress, target_folder, map_files)
     return pd.concat(tables, ignore_index=True), memory
 
 
-def _part(folder: Path, key: str, name: str) -> Path:
+def part_file(folder: Path, key: str, name: str) -> Path:
+    """Where a length (five digits), or the memory of all of them ("memory"), is kept as soon as it is measured."""
     return Path(folder) / "parts" / f"{name}-{key[:16]}.parquet"
 
 

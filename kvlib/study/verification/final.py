@@ -1,0 +1,78 @@
+"""Checks of the final evaluation: tables from their batches, every figure from the tables, the decision from the figures."""
+
+import pandas as pd
+import torch
+
+from kvlib.maps import DirectMap, load_map
+from kvlib.study.decision import decide
+from kvlib.study.evaluation import batch_file, measured, modes, work_folder
+from kvlib.study.final_tables import checked_steps, main_forcing, prompt_table, summarise_final
+from kvlib.study.models import load_pair_tokenizer
+from kvlib.study.pairing import load_partitions
+from kvlib.study.verification.checking import Check
+from kvlib.study.verification.reading import LOWEST_KL, Records
+
+STAGE = "frozen_evaluation"
+MEASURED = ("gates", "commit")  # of the summary: the first have a check of their own
+
+
+def check_final(records: Records, check: Check) -> None:
+    """`frozen_evaluation/`: steps, controls and prompts, and everything in the summary but the decision."""
+    run, manifest = records.run, records.json("confirmation", "manifest.json")
+    settings, count = run.profile.evaluation, run.profile.partitions.final.items
+    work = work_folder(run, manifest["hash"])
+    pair_dtype = getattr(torch, run.profile.pair.dtype)
+    for name, paths in measured(manifest["weights"], pair_dtype, records.training_dtype).items():
+        with check.reading(f"{STAGE}/{name}.parquet"):
+            batches = [
+                checked_steps(
+                    work / batch_file(name, start),
+                    settings.forcings,
+                    paths,
+                    range(start, min(start + settings.batch_prompts, count)),
+                    run.profile.prompt.forced_steps,
+                )
+                for start in range(0, count, settings.batch_prompts)
+            ]
+            table = records.table(STAGE, f"{name}.parquet")
+            check.table(f"{STAGE}/{name}.parquet", table, pd.concat(batches, ignore_index=True))
+            _possible(f"{STAGE}/{name}.parquet", table, check)
+    steps = records.table(STAGE, "steps.parquet")
+    with check.reading(f"{STAGE}/prompts.parquet"):
+        partitions, tokenizer = load_partitions(run), load_pair_tokenizer(run)
+        prefixes = partitions.tokens("final", tokenizer)[:, : run.profile.prompt.prefix_tokens]
+        again = prompt_table(steps, partitions.items("final"), prefixes, tokenizer)
+        check.table(f"{STAGE}/prompts.parquet", records.table(STAGE, "prompts.parquet"), again)
+    maps = {
+        name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=records.pair)
+        for name in manifest["weights"]
+    }
+    tables = [records.table(STAGE, f"{name}.parquet") for name in ("steps", "prompts", "controls")]
+    expected = summarise_final(*tables, settings.forcings, run.profile.seed) | {
+        "articles": len(set(records.articles("final"))),
+        "frozen": manifest["hash"],
+        "modes": modes(maps | {"direct": DirectMap()}),
+        "decision": records.summary(STAGE)["decision"],  # by the check of its own
+    }
+    records.same_summary(check, STAGE, expected, MEASURED)
+
+
+def check_decision(records: Records, check: Check) -> None:
+    """The rule, applied again to the summary's figures, says what the summary says."""
+    summary, main = records.summary(STAGE), main_forcing(records.run.profile.evaluation.forcings)
+    expected = {"forcing": main, **decide(summary["forcing"][main])}
+    check.same(f"{STAGE}/summary.json, decision", summary["decision"], expected)
+
+
+def _possible(where: str, table: pd.DataFrame, check: Check) -> None:
+    """What holds of any divergence and of any probability, whatever the models."""
+    low = table["kl"].min()
+    check.holds(bool(low >= LOWEST_KL), f"{where}, kl: found {low}, expected no less than {LOWEST_KL}")
+    finite = table["kl"].abs() < float("inf")
+    check.holds(bool(finite.all()), f"{where}, kl: found a value that is not finite")
+    if "native_token" in table:
+        same = table["native_token"] == table["path_token"]
+        check.holds(bool(same[table["agree"]].all()), f"{where}, agree: found true for two different tokens")
+        for column in ("native_probability", "path_probability"):
+            inside = table[column].between(0, 1 - LOWEST_KL)
+            check.holds(bool(inside.all()), f"{where}, {column}: found a value that is no probability")
