@@ -163,16 +163,19 @@ def test_a_cache_that_a_map_has_used_up_is_not_mapped_again():
 
 def test_a_correction_that_overflows_is_refused_in_every_mode():
     model, ids = tiny_llama(), tokens(1, 8)
-    cache_map = random_residual().with_scale(1e38)
+    cache_map = random_residual().with_scale(1e39)
     for mode, where in (
         ("absorbed", "the logits of"),
         ("in_place", "corrected"),
         ("materialised", "corrected"),
     ):
         prefix = prefill(model, ids[:, :-1])
-        with pytest.raises(KvlibError, match=f"{where}.* NaN or infinity"), torch.no_grad():
-            with handoff(model, prefix, cache_map, mode) as active:
-                active.logits(ids[:, -1:])
+        with (
+            pytest.raises(KvlibError, match=f"{where}.* NaN or infinity"),
+            torch.no_grad(),
+            handoff(model, prefix, cache_map, mode) as active,
+        ):
+            active.logits(ids[:, -1:])
         assert model(ids).logits.isfinite().all()  # and the model is its own again
 
 

@@ -1,7 +1,10 @@
-"""Tiny random-weight Llamas that tests share."""
+"""Tiny random-weight Llamas that tests share, and what a refusal must be."""
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvlib import KvlibError
 
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -33,3 +36,10 @@ def is_one_sentence(error: Exception) -> bool:
     """What was given, what was expected, what to do: on one line, and neither a stub nor a page."""
     text = str(error)
     return "\n" not in text and ". " not in text and 40 < len(text) < 500 and (":" in text or ";" in text)
+
+
+def refused(call, *, match: str) -> None:
+    """`call` raises a KvlibError of one sentence that matches."""
+    with pytest.raises(KvlibError, match=match) as refusal:
+        call()
+    assert is_one_sentence(refusal.value), str(refusal.value)
