@@ -14,9 +14,11 @@ import pytest
 
 from kvlib import KvlibError
 from kvlib.study import evaluation, freezing, learning
+from kvlib.study.controls import CONTROLS
 from kvlib.study.freezing import openings
 from kvlib.study.profile import DATA
 from kvlib.study.records import read_json, read_table, write_json
+from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_confirmation, run_frozen_evaluation, run_pair, run_screening
 
 SCRIPT = """
@@ -132,13 +134,16 @@ def test_the_study_has_the_designs_shape(whole):
     settings = run.profile.screening
     assert len(screening["grid"]) == 6 * len(settings.checkpoints) * len(settings.scales)
     assert [len(arm["runs"]) for arm in confirmation["arms"]] == [3, 3]
-    final = read_json(run.stage("frozen_evaluation") / "summary.json")
+    final = read_summary(run.stage("frozen_evaluation"))
     assert final["frozen"] == confirmation["manifest_hash"] and final["opened"] == 1
     steps, prompts = (
         read_table(run.stage("frozen_evaluation") / f"{name}.parquet") for name in ("steps", "prompts")
     )
     count, forced = run.profile.partitions.final.items, run.profile.prompt.forced_steps
     assert len(steps) == 2 * 4 * count * forced and len(prompts) == 2 * 4 * count
+    controls = read_table(run.stage("frozen_evaluation") / "controls.parquet")
+    assert set(controls["path"]) == {*CONTROLS, "native_own_cache", "native_two_parts"}  # one number format
+    assert len(controls) == 2 * (len(CONTROLS) + 2) * count * forced
     for forcing in ("oracle", "text"):
         found = final["forcing"][forcing]
         assert set(found["paths"]) == {"native", "direct", "ridge", "learned"}
@@ -148,6 +153,14 @@ def test_the_study_has_the_designs_shape(whole):
         )
         rows = steps[(steps["forcing"] == forcing) & (steps["path"] == "learned")]
         assert found["paths"]["learned"]["kl32"]["mean"] == pytest.approx(rows["kl"].mean(), rel=1e-6)
+        assert set(found["controls"]) == set(CONTROLS) and set(found["step1"]) == set(found["paths"])
+        for entry in found["noise"].values():
+            assert abs(entry["kl32"]["mean"]) < 1e-5 and entry["top1"] == 1
+        first = rows[rows["step"] == 1]
+        assert found["step1"]["learned"]["kl"]["mean"] == pytest.approx(first["kl"].mean())
+    assert final["controls"] == final["forcing"]["oracle"]["controls"]
+    for name in ("zeros", "random_moments", "other_prompt"):
+        assert final["controls"][name]["paired"]["mean"] > 0
 
 
 def test_the_final_prompts_are_not_tokenised_before_the_manifest(run, monkeypatch):
@@ -243,7 +256,7 @@ def spoil_windows(run):
 
 
 def test_cut_window_files_are_filled_anew(run):
-    before = read_json(run.stage("screening") / "summary.json")
+    before = read_summary(run.stage("screening"))
     spoil_windows(run)
     shutil.rmtree(run.stage("screening") / "arms")
     (run.stage("screening") / "summary.json").unlink()
