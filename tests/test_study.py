@@ -17,6 +17,7 @@ from kvlib.study import evaluation, freezing, learning
 from kvlib.study.freezing import openings
 from kvlib.study.profile import DATA
 from kvlib.study.records import read_json, read_table, write_json
+from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_confirmation, run_frozen_evaluation, run_pair, run_screening
 
 SCRIPT = """
@@ -132,7 +133,7 @@ def test_the_study_has_the_designs_shape(whole):
     settings = run.profile.screening
     assert len(screening["grid"]) == 6 * len(settings.checkpoints) * len(settings.scales)
     assert [len(arm["runs"]) for arm in confirmation["arms"]] == [3, 3]
-    final = read_json(run.stage("frozen_evaluation") / "summary.json")
+    final = read_summary(run.stage("frozen_evaluation"))
     assert final["frozen"] == confirmation["manifest_hash"] and final["opened"] == 1
     steps, prompts = (
         read_table(run.stage("frozen_evaluation") / f"{name}.parquet") for name in ("steps", "prompts")
@@ -243,7 +244,7 @@ def spoil_windows(run):
 
 
 def test_cut_window_files_are_filled_anew(run):
-    before = read_json(run.stage("screening") / "summary.json")
+    before = read_summary(run.stage("screening"))
     spoil_windows(run)
     shutil.rmtree(run.stage("screening") / "arms")
     (run.stage("screening") / "summary.json").unlink()

@@ -567,7 +567,8 @@ def test_a_damaged_record_is_a_mismatch_and_never_a_trace(copy):
         for kind in ("trained.json", "curve.parquet", "*.safetensors")
     ]
     files += [
-        copy / "pair" / "source" / name for name in ("config.json", "model.safetensors", "tokenizer.json")
+        copy / "pair" / name
+        for name in ("source/config.json", "source/model.safetensors", "target/tokenizer.json")
     ]
     files += [
         next(copy.glob("frozen_evaluation/work-*/controls-*.parquet")),
