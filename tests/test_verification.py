@@ -278,6 +278,11 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"screening"},
         "grid.parquet",
     ),
+    "a phase of an arm's curve": (
+        edit_table(f"{ARM}/curve.parquet", "phase", "kl"),
+        {"screening"},
+        'phase[0]: found "kl", expected "warmup"',
+    ),
     "an arm's own scores": (
         lambda folder: edit(place(folder, f"{ARM}/scored-00012-1.0.json"), set_at("kl32", 0, 0.0))(folder),
         {"screening"},
@@ -402,7 +407,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     # ledger
     "a line of the ledger": (drop_line, {"ledger"}, "found no line"),
-    "an opening under another manifest": (foreign_line, {"ledger"}, "last line, manifest"),
+    "an opening under another manifest": (foreign_line, {"ledger"}, "last opening, manifest"),
     "an opening in the past": (backdate_line, {"ledger"}, "do not follow one another"),
     "the count of openings": (edit(f"{FINAL}/made.json", set_at("opened", 5)), {"ledger"}, "opened: found 5"),
     # final evaluation
@@ -567,7 +572,8 @@ def test_a_damaged_record_is_a_mismatch_and_never_a_trace(copy):
         for kind in ("trained.json", "curve.parquet", "*.safetensors")
     ]
     files += [
-        copy / "pair" / "source" / name for name in ("config.json", "model.safetensors", "tokenizer.json")
+        copy / "pair" / name
+        for name in ("source/config.json", "source/model.safetensors", "target/tokenizer.json")
     ]
     files += [
         next(copy.glob("frozen_evaluation/work-*/controls-*.parquet")),

@@ -201,7 +201,9 @@ def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, prog
             raise KvlibError(
                 f"{path} is not of this stage's {scorer.prompts} prompts: delete it and run the stage again"
             )
-        return pd.DataFrame(found)
+        return pd.DataFrame(found)[
+            ["prompt", "kl32", "top1"]
+        ]  # as a fresh table has them, not as JSON sorts them
     table = scorer.table(trainer.load(task, step).with_scale(scale))
     write_json(path, {name: table[name].tolist() for name in table})
     progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")

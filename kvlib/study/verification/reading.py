@@ -1,5 +1,6 @@
 """A run's records as they lie in its folder: read, never written, whatever state they are in."""
 
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def recorded_run(folder: Path) -> Run:
     record = read_record(path, "format", "profile", "source", "overrides", "created")
     if record["format"] != FORMAT:
         raise KvlibError(f"{path} has format {record['format']}, this kvlib reads {FORMAT}")
+    datetime.datetime.fromisoformat(record["created"])
     source = record["source"]
     by_path = source.endswith((".yaml", ".yml"))
     profile = load_profile(str(home() / source) if by_path else source, record["overrides"])

@@ -53,8 +53,9 @@ class Training:
         )  # a loss that was not finite at once leaves no row
         check.same(f"{place}, arm and seed", _rows(table, "arm", "seed"), owner)
         check.same(f"{place}, step", steps, list(range(1, (task.steps if finished else len(steps)) + 1)))
-        warm = [phase for phase in table["phase"].tolist() if phase != "kl"]
-        check.same(f"{place}, warm-up steps", len(warm), min(task.arm.warmup_steps, len(steps)))
+        warm = min(task.arm.warmup_steps, len(steps))
+        phases = ["warmup"] * warm + ["kl"] * (len(steps) - warm)
+        check.same(f"{place}, phase", table["phase"].tolist(), phases)
         loss = last_loss(table.to_dict("records"))
         check.same(f"{where}/trained.json, train_loss_last", ended["train_loss_last"], loss)
         check.same(f"{where}/trained.json, reason", ended["reason"] is None, finished)
