@@ -263,9 +263,9 @@ def cut_scores(run):
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (lambda run: swap(run.stage("screening"), "prompts-*/*.safetensors"), "is of other prompts"),
+        (lambda run: swap(run.stage("screening"), "prompts-*/*.safetensors"), "does not match its seal"),
         (cut_scores, "is not of this stage's 8 prompts"),
-        (lambda run: swap(run.stage("screening"), "arms/*/curve.parquet"), "is not the curve of"),
+        (lambda run: swap(run.stage("screening"), "arms/*/curve.parquet"), "does not match its seal"),
     ],
 )
 def test_swapped_and_cut_records_of_the_screen_are_refused(run, spoil, named):
@@ -287,7 +287,7 @@ def test_another_arms_checkpoint_is_refused(run):
 def test_swapped_records_of_the_final_evaluation_are_refused(run):
     swap(run.stage("frozen_evaluation"), "work-*/steps-*.parquet")
     (run.stage("frozen_evaluation") / "summary.json").unlink()
-    with pytest.raises(KvlibError, match="does not hold every step of prompts 0 to 3 once"):
+    with pytest.raises(KvlibError, match="does not match its seal"):
         run_frozen_evaluation(run)
 
 
