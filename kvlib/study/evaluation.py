@@ -36,9 +36,7 @@ def run_frozen_evaluation(run: Run) -> dict:
         "frozen_evaluation", count * (PREFILL_UNITS + PATH_UNITS * len(PATHS) * len(settings.forcings))
     )
     work = folder / f"work-{hash_json([manifest['hash'], settings.model_dump(mode='json')])[:10]}"
-    if not work.exists() or not openings(run):
-        record_opening(run, manifest["hash"])
-    work.mkdir(parents=True, exist_ok=True)
+    record_opening(run, manifest["hash"], work)
     partitions = load_partitions(run)  # every article and prompt checked against the hashes in the manifest
     tokens, items = partitions.tokens("final", tokenizer), partitions.items("final")
     target = load_pair_model(run, "target")

@@ -1,5 +1,6 @@
 """The frozen manifest: what is fixed before the final prompts are read, and the check that it still holds."""
 
+import uuid
 from pathlib import Path
 
 from kvlib.errors import KvlibError
@@ -130,8 +131,20 @@ def openings(run: Run) -> list[dict]:
     return read_lines(ledger(run))
 
 
-def record_opening(run: Run, manifest_hash: str) -> None:
-    """Append one opening. A killed stage that goes on under the same manifest and settings is the same opening."""
-    append_line(
-        ledger(run), {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()}
-    )
+def record_opening(run: Run, manifest_hash: str, work: Path) -> None:
+    """Append one opening, once for a folder of work: killed anywhere, a stage that goes on there is the same opening."""
+    mark = work / "opening.json"
+    if not mark.exists():
+        write_json(mark, {"opening": uuid.uuid4().hex})
+    opening = read_record(mark, "opening")["opening"]
+    if all(line.get("opening") != opening for line in openings(run)):
+        append_line(
+            ledger(run),
+            {
+                "opening": opening,
+                "opened": now(),
+                "manifest": manifest_hash,
+                "commit": commit(),
+                "kvlib": code_hash(),
+            },
+        )

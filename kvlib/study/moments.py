@@ -77,6 +77,7 @@ KILLED = {
         _unwritten("confirmation/summary.json"),
     ],
     "evaluating": [
+        _written("frozen_evaluation/work-*/opening.json"),
         _half_written("frozen_evaluation/ledger.jsonl"),
         _written("frozen_evaluation/ledger.jsonl"),
         _half_written("frozen_evaluation/work-*/prompts-*.safetensors", 2),
@@ -107,7 +108,7 @@ FULL = [
     (SCREENING, Moment("kvlib.maps.base.save_file", call=4, when="half")),
     (SCREENING, FileLimit(5_000)),  # a checkpoint
     (("screening", "confirmation"), Moment(REPLACE, "*/confirmation/manifest.json")),
-    (("confirmation", "frozen_evaluation"), Moment("pathlib.Path.mkdir", "*/work-*")),
+    (("confirmation", "frozen_evaluation"), Moment(REPLACE, "*/opening.json")),
     (FINAL, Moment(REPLACE, "*/ledger.jsonl")),
     (FINAL, FileLimit(80_000)),  # final prompts
     (FINAL, FileLimit(11_000)),  # a batch's table

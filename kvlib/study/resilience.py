@@ -37,7 +37,7 @@ NOT_QUALITY = (
 )  # fmt: skip
 EXACT = False  # summaries byte for byte; until times are kept elsewhere, without these keys
 TIMES = {
-    "created", "duration_s", "seconds", "peak_bytes", "opened", "written", "manifest_hash", "hash", "environment", "seal",
+    "created", "duration_s", "seconds", "peak_bytes", "written", "manifest_hash", "hash", "environment", "seal",
 }  # fmt: skip
 
 
