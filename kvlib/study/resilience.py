@@ -142,11 +142,11 @@ class _Place:
         folder.mkdir(parents=True)
         self.folder, self.run, self.log = folder, folder / "results" / PROFILE, folder / "trained.log"
 
-    def start(self, act: str | None, moment, stages=QUALITY) -> Started:
-        job = ("stages", str((self.folder / "results").absolute()), PROFILE, tuple(stages))
+    def start(self, act: str | None, moment, stages: tuple | None = None) -> Started:
+        job = ("stages", str((self.folder / "results").absolute()), PROFILE, stages or QUALITY)
         return Started(job, act, moment, self.log)
 
-    def live(self, act: str | None, moment, stages=QUALITY) -> Life:
+    def live(self, act: str | None, moment, stages: tuple | None = None) -> Life:
         return self.start(act, moment, stages).life()
 
     def trained_again(self) -> list[str]:

@@ -117,7 +117,9 @@ def _live(job: tuple, act: str, moment, log: str, pipe) -> None:
     import torch
 
     torch.set_num_threads(1)
-    set_start_method("fork", force=True)  # locks that libraries make need no name then, which a kill would leave behind
+    set_start_method(
+        "fork", force=True
+    )  # locks that libraries make need no name then, which a kill would leave behind
     with open(f"{log}.said", "ab") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
