@@ -26,6 +26,7 @@ from kvlib.maps.base import hash_tensors
 PARTIAL = ".partial-"  # prefix of temporary files; a killed run may leave some, and nothing ever reads them
 SEAL = "seal"
 RUN_RECORD = "run.json"
+STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
@@ -76,9 +77,18 @@ def sha256_file(path: Path) -> str:
 
 
 def place_of(path: Path) -> str:
-    """Where a record belongs: its folder and its name. A run's own record may move with its run, so its name alone."""
+    """Where in its run a record belongs: the path from its stage's folder on, or its folder and name where there is none.
+
+    A run's own record may be renamed together with its run, so it belongs to its name alone.
+    """
     path = Path(path).absolute()
-    return path.name if path.name == RUN_RECORD else f"{path.parent.name}/{path.name}"
+    if path.name == RUN_RECORD:
+        return path.name
+    parts = [
+        part for part in path.parts if not part.startswith(PARTIAL)
+    ]  # it will go from there to its place
+    stages = [number for number, part in enumerate(parts[:-1]) if part in STAGES]
+    return "/".join(parts[stages[-1] if stages else -2 :])
 
 
 def seal_of(path: Path, content) -> str:

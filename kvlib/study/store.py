@@ -77,7 +77,7 @@ class WindowStore:
         if not path.exists():
             return []
         record = read_record(path, "windows", "checksums")
-        if record["windows"] != hash_ids(self.windows):
+        if record["windows"] != hash_ids(self.windows) or not isinstance(record["checksums"], list):
             return []
         whole = []
         for n, stated in enumerate(record["checksums"][: len(self.windows)]):
