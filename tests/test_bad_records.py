@@ -259,6 +259,15 @@ def test_a_window_in_which_a_byte_changed_is_filled_anew(whole, run, stage, name
     check(whole, run, file, "")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in FILES if "/ridge-" in kind or "/step-" in kind])
+def test_another_map_of_the_run_is_not_used(whole, run, kind):
+    for path in run.folder.glob("*/arms/*/scored-*.json"):
+        path.unlink()
+    name = chosen_file(whole, kind)
+    said = after_damage(run, name, another)
+    assert "was not fitted on this stage's windows" in said or "is not the checkpoint of" in said
+
+
 def test_windows_of_another_stage_are_filled_anew(whole, run):
     shutil.rmtree(run.stage("confirmation") / "arms")
     for path in run.stage("screening").glob("windows-*/*"):

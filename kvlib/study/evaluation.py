@@ -1,5 +1,6 @@
 """Stage 03: four paths on the final prompts, opened only with the frozen manifest in hand."""
 
+import math
 import time
 
 import pandas as pd
@@ -19,6 +20,10 @@ from kvlib.study.statistics import describe, paired
 from kvlib.study.store import PromptStore
 
 PATHS = ("native", "direct", "ridge", "learned")
+STEP_COLUMNS = (
+    "prompt", "step", "kl", "agree", "forced_token", "native_token", "path_token", "native_probability", "path_probability",
+    "forcing", "path",
+)  # fmt: skip
 TEXT_CHARACTERS = 400  # of a prompt's end, kept for people to read
 PREFILL_UNITS, PATH_UNITS = 3, 1
 
@@ -96,9 +101,10 @@ def checked_steps(path, store: PromptStore, start: int, forcings: list[str]) -> 
         for i in batch
         for s in range(1, size[1] - store.prefix_tokens + 1)
     }
-    keys = ["forcing", "path", "prompt", "step"]
-    found = list(table[keys].itertuples(index=False, name=None)) if set(keys) <= set(table.columns) else []
-    if len(found) != len(wanted) or set(found) != wanted:
+    keys, numbers = ["forcing", "path", "prompt", "step"], ["kl", "native_probability", "path_probability"]
+    fits = sorted(table.columns) == sorted(STEP_COLUMNS)
+    found = list(table[keys].itertuples(index=False, name=None)) if fits else []
+    if len(found) != len(wanted) or set(found) != wanted or not table[numbers].map(math.isfinite).all(None):
         raise KvlibError(
             f"{path} does not hold every step of prompts {batch.start} to {batch.stop - 1} once: delete it and run the stage again"
         )

@@ -26,7 +26,7 @@ from kvlib.study.gate import gate, held_out_nll
 from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
-from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.profile import HubModel, Partition, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
@@ -109,7 +109,7 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
     """Drawn once, listed in `partitions.json` before anything trains; later only checked against it."""
     path = run.stage("pair") / "partitions.json"
     if path.exists():
-        return Partitions.from_manifest(read_json(path), articles)
+        return _listed(run, articles)
     wanted, prompt = run.profile.partitions, run.profile.prompt
     prompt_tokens = prompt.prefix_tokens + prompt.forced_steps
     longest = max(run.profile.latency.prefix_tokens)
@@ -133,9 +133,20 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
 
 def load_partitions(run: Run) -> Partitions:
     """The run's partitions, every hash checked against the manifest and the articles."""
-    return Partitions.from_manifest(
-        read_json(run.stage("pair") / "partitions.json"), load_articles(run.stage("pair") / "articles")
+    return _listed(run, load_articles(run.stage("pair") / "articles"))
+
+
+def _listed(run: Run, articles: list[Article]) -> Partitions:
+    path = run.stage("pair") / "partitions.json"
+    partitions = Partitions.from_manifest(read_json(path), articles)
+    missing = {name for name, part in run.profile.partitions if isinstance(part, Partition)} - set(
+        partitions.parts
     )
+    if missing:
+        raise KvlibError(
+            f"{path} lists no partition {min(missing)!r}, expected all of the profile's: delete {path.parent} and run its stage again"
+        )
+    return partitions
 
 
 def recorded_fingerprint(summary: dict) -> str:
