@@ -135,7 +135,8 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         "pair": pair,
         "provenance": provenance or {},
     }
-    tensors = {n: t.detach().cpu().contiguous() for n, t in cache_map.tensors().items()}
+    # Cloned: safetensors refuses tensors that share memory, and a map may use one for keys and values.
+    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in cache_map.tensors().items()}
     description["sha256"] = hash_map(description, tensors)
     # One key: safetensors writes several in an order that changes from run to run, and equal maps are equal files.
     metadata = {"kvlib": json.dumps(description, sort_keys=True)}

@@ -104,7 +104,11 @@ def checked_steps(path, store: PromptStore, start: int, forcings: list[str]) -> 
     keys, numbers = ["forcing", "path", "prompt", "step"], ["kl", "native_probability", "path_probability"]
     fits = sorted(table.columns) == sorted(STEP_COLUMNS)
     found = list(table[keys].itertuples(index=False, name=None)) if fits else []
-    if len(found) != len(wanted) or set(found) != wanted or not table[numbers].map(math.isfinite).all(None):
+    if (
+        len(found) != len(wanted)
+        or set(found) != wanted
+        or not table[numbers].map(math.isfinite).all(axis=None)
+    ):
         raise KvlibError(
             f"{path} does not hold every step of prompts {batch.start} to {batch.stop - 1} once: delete it and run the stage again"
         )
