@@ -9,15 +9,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvlib import KvlibError
 from kvlib.study.progress import Progress, read_progress, seconds_left
 from kvlib.study.records import (
     append_line,
     canonical_json,
-    hash_json,
     read_json,
     read_lines,
     read_record,
@@ -29,23 +26,6 @@ from kvlib.study.records import (
     write_table,
     write_tensors,
 )
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**9), 10**9)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@given(JSON)
-def test_any_json_value_comes_back_and_hashes_alike(tmp_path_factory, value):
-    path = tmp_path_factory.getbasetemp() / "value.json"
-    write_json(path, value)
-    assert read_json(path) == value and hash_json(read_json(path)) == hash_json(value)
 
 
 def test_equal_values_have_one_spelling_and_nan_has_none():
@@ -66,7 +46,7 @@ def test_tables_and_tensors_come_back(tmp_path):
 
 
 def test_a_writer_that_fails_leaves_the_old_file_and_no_other(tmp_path):
-    path = write_json(tmp_path / "value.json", 1)
+    path = write_json(tmp_path / "value.json", {"n": 1})
 
     def fail(file):
         file.write_text("half")
@@ -74,16 +54,20 @@ def test_a_writer_that_fails_leaves_the_old_file_and_no_other(tmp_path):
 
     with pytest.raises(RuntimeError):
         write_atomically(path, fail)
-    assert read_json(path) == 1 and [p.name for p in tmp_path.iterdir()] == ["value.json"]
+    assert read_json(path) == {"n": 1} and [p.name for p in tmp_path.iterdir()] == ["value.json"]
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"), [("[]", "holds a list"), ("null", "holds a NoneType"), ('{"a": 1}', "lacks 'b'")]
+    ("content", "sentence"),
+    [("[]", "holds a list"), ("null", "holds a NoneType"), ('{"a": 1, "b": 2}', "carries no seal")],
 )
 def test_a_record_of_another_shape_is_refused(tmp_path, content, sentence):
     path = tmp_path / "record.json"
     path.write_text(content)
     with pytest.raises(KvlibError, match=sentence):
+        read_record(path, "a", "b")
+    write_json(path, {"a": 1})
+    with pytest.raises(KvlibError, match="lacks 'b'"):
         read_record(path, "a", "b")
 
 
@@ -99,7 +83,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 def test_a_folder_that_cannot_be_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(KvlibError, match="could not be written"):
-        write_json(tmp_path / "file" / "value.json", 1)
+        write_json(tmp_path / "file" / "value.json", {"n": 1})
     with pytest.raises(KvlibError, match="cannot be used"), run_lock(tmp_path / "file" / "run"):
         pass
 

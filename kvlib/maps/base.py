@@ -1,5 +1,6 @@
 """What every cache map offers, and how one is written to and read from safetensors."""
 
+import hashlib
 import json
 import os
 import tempfile
@@ -160,27 +161,67 @@ def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | N
         "pair": pair,
         "provenance": provenance or {},
     }
+    # Cloned: safetensors refuses tensors that share memory, and a map may use one for keys and values.
+    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in cache_map.tensors().items()}
     # One key: safetensors writes several in an order that changes from run to run, and equal maps are equal files.
     try:
+        description["sha256"] = hash_map(description, tensors)
         metadata = {"kvlib": json.dumps(description, sort_keys=True)}
     except TypeError as error:
         raise KvlibError(
             f"provenance that is no JSON given ({error}): use strings, numbers, lists and dicts"
         ) from error
-    # Clones: safetensors refuses tensors that share memory, as two scales may.
-    tensors = {n: t.detach().cpu().contiguous().clone() for n, t in cache_map.tensors().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
-    os.close(handle)
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".partial-")
+        os.close(handle)
         save_file(tensors, temporary, metadata)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise KvlibError(
             f"{path} could not be written ({error}): free some space or choose another folder"
         ) from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def hash_tensors(tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors on the CPU."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def hash_map(description: dict, tensors: dict[str, torch.Tensor]) -> str:
+    """What a map's file states as its `sha256`: over its description and its tensors."""
+    stated = {key: value for key, value in description.items() if key != "sha256"}
+    text = json.dumps([stated, hash_tensors(tensors)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_map(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(description, tensors) of a file that `save_map` wrote. Raises KvlibError for any other."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+        raise KvlibError(
+            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
+        ) from error
+    if not isinstance(described, dict) or described.get("format") != FORMAT:
+        raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
+    if described.get("sha256") != hash_map(described, tensors):
+        raise KvlibError(
+            f"{path} was changed after kvlib wrote it, expected the map as it was: restore it, or write it again"
+        )
+    return described, tensors
 
 
 def load_map(path: Path, *, pair: str | None) -> CacheMap:
@@ -197,8 +238,8 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     kinds = {cls.kind: cls for cls in (DirectMap, RidgeMap, ResidualMap)}
     if pair is not None and not isinstance(pair, str):
         raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
-    described, tensors = _read(path, with_tensors=True)
-    if described.get("format") != FORMAT or described.get("kind") not in [*kinds]:
+    described, tensors = _read_map(path)
+    if described.get("kind") not in [*kinds]:
         raise KvlibError(f"{path} is safetensors but no {FORMAT} map: give a file that kvlib.save_map wrote")
     made_for = str(described.get("pair"))
     if pair is not None and made_for != pair:
@@ -219,19 +260,5 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
 
 
 def map_provenance(path: Path) -> dict:
-    """The provenance that was saved with a map; KvlibError for a file that cannot be read."""
-    described, _ = _read(path, with_tensors=False)
-    return described.get("provenance", {})
-
-
-def _read(path: Path, *, with_tensors: bool) -> tuple[dict, dict[str, torch.Tensor]]:
-    """The description of a map's file, empty for safetensors of another kind, and its tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise KvlibError(
-            f"{path} given, expected a map written by kvlib: it cannot be read ({error})"
-        ) from error
-    return described if isinstance(described, dict) else {}, tensors
+    """The provenance that was saved with a map. Raises KvlibError for a file that is none."""
+    return _read_map(path)[0].get("provenance", {})

@@ -9,11 +9,12 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from kvlib.errors import KvlibError
 from kvlib.study.records import sha256_file
@@ -56,7 +57,7 @@ def load_assets(path: Path = ASSETS_FILE) -> dict[str, Asset]:
         return {
             name: Asset(**fields) for name, fields in yaml.safe_load(Path(path).read_text("utf-8")).items()
         }
-    except (OSError, yaml.YAMLError, ValidationError, AttributeError, TypeError) as error:
+    except (OSError, yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise KvlibError(
             f"{path} is not a list of assets ({reason}); restore the file from the repository"
@@ -78,11 +79,11 @@ def fetch(
         )
     asset = assets[name]
     destination = Path(cache_dir) / asset.file
-    if destination.is_file() and sha256_file(destination) == asset.sha256:
-        return destination
     replaces = " (the file there now has another SHA-256)" if destination.is_file() else ""
     by_hand = f"or put the file with SHA-256 {asset.sha256} at {destination} by hand{replaces}"
     try:
+        if destination.is_file() and sha256_file(destination) == asset.sha256:
+            return destination
         destination.parent.mkdir(parents=True, exist_ok=True)
         _sweep(destination.parent)
         _require_space(asset, destination.parent, by_hand)
@@ -165,7 +166,9 @@ def _extract(asset: Asset, wheel: Path, destination: Path, by_hand: str) -> None
                 )
             with archive.open(asset.member) as source, destination.open("wb") as target:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        if isinstance(error, KvlibError):
+            raise
         raise KvlibError(f"{wheel.name} is not a whole wheel ({error}); run again, {by_hand}") from error
     found = sha256_file(destination)
     if found != asset.sha256:

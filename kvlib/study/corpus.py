@@ -1,9 +1,7 @@
 """The text of a run: articles from a Wikipedia dump, from documents or generated; kept as a folder."""
 
 import hashlib
-import os
 import random
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlib.errors import KvlibError
 from kvlib.study import wikitext
+from kvlib.study.folders import check_folder, write_folder
 
 BOS, EOS, UNKNOWN = "<s>", "</s>", "<unk>"
 NOUNS = [
@@ -140,45 +139,31 @@ def save_articles(articles: list[Article], folder: Path) -> None:
     """Write the articles as a `datasets` folder, whole or not at all; a folder already there is replaced."""
     import datasets  # takes a second to import: only runs that touch the corpus pay for it
 
-    folder = Path(folder)
     columns = {
         "title": [article.title for article in articles],
         "text": [article.text for article in articles],
         "sha256": [article.sha256 for article in articles],
     }
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-            whole, former = Path(scratch) / "new", Path(scratch) / "former"
-            with _quiet(datasets):
-                datasets.Dataset.from_dict(columns).save_to_disk(whole)
-            if folder.exists():
-                os.replace(folder, former)
-            os.replace(whole, folder)
-    except OSError as error:
-        raise KvlibError(
-            f"cannot write the articles to {folder} ({error}); free space or choose another folder"
-        ) from error
+
+    def write(place: Path) -> None:
+        with _quiet(datasets):
+            datasets.Dataset.from_dict(columns).save_to_disk(place)
+
+    write_folder(folder, write)
 
 
 def load_articles(folder: Path) -> list[Article]:
-    """The articles of a folder that `save_articles` wrote, every text checked against its hash."""
+    """The articles of a folder that `save_articles` wrote. Raises KvlibError when a byte of it has changed."""
     import datasets
 
-    remedy = "delete the folder and run again, it is made anew"
+    check_folder(folder)
     try:
-        rows = datasets.load_from_disk(str(folder))
-        articles = [Article(row["title"], row["text"]) for row in rows]
-        hashes = rows["sha256"][:]
-    except Exception as error:  # datasets and pyarrow raise many kinds for a folder that is not whole
+        return [Article(row["title"], row["text"]) for row in datasets.load_from_disk(str(folder))]
+    except Exception as error:  # datasets and pyarrow raise many kinds for a folder of something else
         reason = " ".join(str(error).split())
-        raise KvlibError(f"{folder} is not a whole folder of articles ({reason}); {remedy}") from error
-    for article, wanted in zip(articles, hashes, strict=True):
-        if article.sha256 != wanted:
-            raise KvlibError(
-                f"the text of {article.title!r} in {folder} has hash {article.sha256}, not {wanted}; {remedy}"
-            )
-    return articles
+        raise KvlibError(
+            f"{folder} is not a whole folder of articles ({reason}); delete the folder and run again, it is made anew"
+        ) from error
 
 
 class _quiet:

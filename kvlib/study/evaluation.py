@@ -55,9 +55,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     units = {name: len(paths) * len(settings.forcings) * PATH_UNITS for name, paths in rows.items()}
     progress = Progress("frozen_evaluation", count * (PREFILL_UNITS + sum(units.values())))
     work = work_folder(run, manifest["hash"])
-    if not work.exists() or not openings(run):
-        record_opening(run, manifest["hash"])
-    work.mkdir(parents=True, exist_ok=True)
+    record_opening(run, manifest["hash"], work)
     partitions = load_partitions(run)  # every article and prompt checked against the hashes in the manifest
     tokens, items = partitions.tokens("final", tokenizer), partitions.items("final")
     prompt = profile.prompt

@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -26,9 +25,11 @@ from kvlib.study.progress import VARIABLE, read_progress
 from kvlib.study.records import (
     PARTIAL,
     hash_json,
-    read_json,
+    parse_json,
     read_record,
+    remove,
     sha256_file,
+    stage_lock,
     write_atomically,
     write_json,
 )
@@ -263,7 +264,7 @@ def _unchanged(place: Path, name: str, run: str, inputs: str) -> bool:
     if not place.exists():
         return False
     try:
-        kept = read_json(place)["metadata"]["kvlib"]
+        kept = parse_json(place)["metadata"]["kvlib"]
         return kept["inputs"] == inputs and kept["records"] == _records_key(name, run)
     except (KvlibError, KeyError, TypeError):
         return False  # not ours, or damaged: it is made again
@@ -297,10 +298,8 @@ def forget_parameters(run: str) -> None:
 
 
 def remove_leftovers(run: str) -> None:
-    """Delete what killed writes left. The caller holds the run's lock, so nothing is being written."""
+    """Delete what killed writes left. The caller holds the run's lock, and no stage may be at work either."""
     folder = run_folder(run)
-    for path in [*folder.rglob(f"{PARTIAL}*"), *folder.glob(".book-*")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    with stage_lock(folder):
+        for path in [*folder.rglob(f"{PARTIAL}*"), *folder.glob(".book-*")]:
+            remove(path)

@@ -1,5 +1,6 @@
 """The frozen manifest: what is fixed before the final prompts are read, and the check that it still holds."""
 
+import uuid
 from pathlib import Path
 
 from kvlib.errors import KvlibError
@@ -150,7 +151,18 @@ def openings(run: Run, purpose: str = "final") -> list[dict]:
     return [line for line in read_lines(ledger(run)) if line.get("purpose", "final") == purpose]
 
 
-def record_opening(run: Run, manifest_hash: str, purpose: str = "final") -> None:
-    """Append one opening. A killed stage that goes on under the same manifest and settings is the same opening."""
-    line = {"opened": now(), "manifest": manifest_hash, "commit": commit(), "kvlib": code_hash()}
-    append_line(ledger(run), line | ({} if purpose == "final" else {"purpose": purpose}))
+def record_opening(run: Run, manifest_hash: str, work: Path, purpose: str = "final") -> None:
+    """Append one opening, once for a folder of work: killed anywhere, a stage that goes on there is the same opening."""
+    mark = work / "opening.json"
+    if not mark.exists():
+        write_json(mark, {"opening": uuid.uuid4().hex})
+    opening = read_record(mark, "opening")["opening"]
+    if all(line.get("opening") != opening for line in openings(run, purpose)):
+        line = {
+            "opening": opening,
+            "opened": now(),
+            "manifest": manifest_hash,
+            "commit": commit(),
+            "kvlib": code_hash(),
+        }
+        append_line(ledger(run), line | ({} if purpose == "final" else {"purpose": purpose}))

@@ -20,6 +20,7 @@ from kvlib.study.store import WindowStore
 from kvlib.training import train
 
 CURVE = ["arm", "seed", "step", "phase", "loss"]
+ENDS = ("finished", "not_finite")
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,26 @@ class Trainer:
 
     def finished(self, task: Task) -> dict | None:
         path = self.place(task) / "trained.json"
-        return read_record(path, "status", "reason", "parameters", "seconds") if path.exists() else None
+        if not path.exists():
+            return None
+        record = read_record(path, "status", "reason", "parameters", "seconds")
+        if record["status"] not in ENDS or type(record["parameters"]) is not int:
+            raise KvlibError(
+                f"{path} does not say how a training ended: delete its folder and run the stage again"
+            )
+        return record
 
     def curve(self, task: Task) -> pd.DataFrame:
         path = self.place(task) / "curve.parquet"
         table = read_table(path)
-        if list(table.columns) != CURVE or not (table["arm"] == task.arm.id).all():
+        fits = list(table.columns) == CURVE and set(zip(table["arm"], table["seed"])) <= {
+            (task.arm.id, task.seed)
+        }
+        fits = fits and table["step"].tolist() == list(range(1, len(table) + 1))
+        whole = len(table) == task.steps or self.finished(task)["status"] == "not_finite"
+        if not (fits and whole and table["loss"].map(math.isfinite).all()):
             raise KvlibError(
-                f"{path} is not the curve of {task.arm.id}: delete its folder and run the stage again"
+                f"{path} is not the whole curve of {task.arm.id}: delete its folder and run the stage again"
             )
         return table
 

@@ -1,8 +1,6 @@
 """The models of a run: made once in the pair stage, loaded from its folder afterwards."""
 
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -11,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from kvlib.errors import KvlibError
 from kvlib.pair import first_line, load_model, load_tokenizer
 from kvlib.study.assets import fetch
+from kvlib.study.folders import check_folder, write_folder
 from kvlib.study.profile import GgufModel, HubModel, RandomModel
 from kvlib.study.run import Run
 
@@ -29,11 +28,18 @@ def place_of(run: Run, role: str) -> str:
 
 def load_pair_model(run: Run, role: str, dtype: torch.dtype | None = None):
     """The run's `target` or `source`, frozen; in the profile's dtype unless another is given."""
-    return load_model(place_of(run, role), dtype=dtype or getattr(torch, run.profile.pair.dtype))
+    return load_model(_checked_place(run, role), dtype=dtype or getattr(torch, run.profile.pair.dtype))
 
 
 def load_pair_tokenizer(run: Run):
-    return load_tokenizer(place_of(run, "target"))
+    return load_tokenizer(_checked_place(run, "target"))
+
+
+def _checked_place(run: Run, role: str) -> str:
+    """`place_of`, after the run's own folder was found as it was written; what others keep is theirs to change."""
+    if not isinstance(getattr(run.profile.pair, role), HubModel):
+        check_folder(Path(place_of(run, role)))
+    return place_of(run, role)
 
 
 def make_target(run: Run, tokenizer) -> None:
@@ -53,9 +59,11 @@ def load_gguf(path: Path):
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (
+        Exception
+    ) as error:  # the reader and transformers raise many kinds for a file that is cut or no GGUF
         raise KvlibError(
-            f"{path} given, expected a GGUF file of a Llama: {first_line(error)}; fetch it again"
+            f"{path} given, expected a whole GGUF file of a Llama ({first_line(error)}): delete it, and it is fetched again"
         ) from error
     # A GGUF model refuses save_pretrained until its quantisation record is cleared.
     if hasattr(model.config, "quantization_config"):
@@ -83,17 +91,9 @@ def random_llama(wanted: RandomModel, vocabulary: int, seed: int, tokenizer) -> 
 
 def save_folder(folder: Path, model, tokenizer) -> None:
     """An ordinary Hugging Face folder with safetensors, whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".partial-"))
-    try:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        temporary.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(temporary, folder)
-    except OSError as error:
-        raise KvlibError(
-            f"{folder} could not be written ({error}), expected room for a model: free some space and run again"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+    def write(place: Path) -> None:
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+
+    write_folder(folder, write)

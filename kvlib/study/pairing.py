@@ -27,7 +27,7 @@ from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
-from kvlib.study.profile import HubModel, Profile, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.profile import HubModel, Partition, Profile, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
@@ -117,7 +117,7 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
     """Drawn once, listed in `partitions.json` before anything trains; later only checked against it."""
     path = run.stage("pair") / "partitions.json"
     if path.exists():
-        return Partitions.from_manifest(read_json(path), articles)
+        return _listed(run, articles)
     partitions = plan_partitions(articles, partition_requests(run.profile), run.profile.seed, tokenizer)
     write_json(path, partitions.manifest())
     return partitions
@@ -150,9 +150,20 @@ def without_cost(pruning: dict | None) -> dict | None:
 
 def load_partitions(run: Run) -> Partitions:
     """The run's partitions, every hash checked against the manifest and the articles."""
-    return Partitions.from_manifest(
-        read_json(run.stage("pair") / "partitions.json"), load_articles(run.stage("pair") / "articles")
+    return _listed(run, load_articles(run.stage("pair") / "articles"))
+
+
+def _listed(run: Run, articles: list[Article]) -> Partitions:
+    path = run.stage("pair") / "partitions.json"
+    partitions = Partitions.from_manifest(read_json(path), articles)
+    missing = {name for name, part in run.profile.partitions if isinstance(part, Partition)} - set(
+        partitions.parts
     )
+    if missing:
+        raise KvlibError(
+            f"{path} lists no partition {min(missing)!r}, expected all of the profile's: delete {path.parent} and run its stage again"
+        )
+    return partitions
 
 
 def recorded_fingerprint(summary: dict) -> str:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlib.errors import KvlibError
+from kvlib.study.yaml_files import describe_error, load_yaml, override
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 Count = Annotated[int, Field(ge=1)]
@@ -280,45 +280,14 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
         )
     path = Path(name) if by_path else DATA / "profiles" / f"{name}.yaml"
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_yaml(path)
     except FileNotFoundError as error:
         raise KvlibError(
             f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
         ) from error
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise KvlibError(
-            f"profile {path} is no readable YAML: {str(error).splitlines()[0]}; compare it with data/profiles"
-        ) from error
-    if not isinstance(values, dict):
-        raise KvlibError(
-            f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles"
-        )
     for key, value in (overrides or {}).items():
-        *parents, last = key.split(".")
-        place = values
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+        override(values, key, value)
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
         raise KvlibError(f"profile {name}: {describe_error(error)}") from error
-
-
-def describe_error(error: ValidationError) -> str:
-    """The first finding of a validation, as one sentence."""
-    # A misspelt key is both unknown and missing: the unknown one is what was written.
-    found = min(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
-    key = ".".join(
-        str(part)
-        for part in found["loc"]
-        if part not in ("gguf", "random", "hub", "pruned", "wikipedia", "generated")
-    )
-    if found["type"] == "extra_forbidden":
-        return f"unknown key {key!r} given, expected only the keys of the profiles in data/profiles: correct or remove it"
-    if found["type"] == "missing":
-        return f"key {key!r} is missing: add it, as in the profiles in data/profiles"
-    message = found["msg"].removeprefix("Value error, ")
-    if not key:
-        return message
-    return f"{key} is {found['input']!r}, but {message[0].lower()}{message[1:]}: correct the value"

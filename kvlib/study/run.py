@@ -10,9 +10,8 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.study.profile import Profile, load_profile
-from kvlib.study.records import hash_json, read_record, sha256_file, write_json
+from kvlib.study.records import STAGES, hash_json, read_record, sha256_file, write_json
 
-STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 NOTEBOOKS = dict(
     zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
 )

@@ -1,5 +1,6 @@
 """Stage 01: train every arm, rank by validation KL32, then look at checkpoints and scales of the best."""
 
+import math
 import time
 
 import pandas as pd
@@ -8,6 +9,7 @@ import torch
 from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
 from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
+from kvlib.maps.base import map_provenance
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms
 from kvlib.study.gate import gates
@@ -19,7 +21,7 @@ from kvlib.study.records import hash_json, read_record, write_json, write_table
 from kvlib.study.run import Run, training_dtype
 from kvlib.study.scoring import Scorer
 from kvlib.study.selection_tables import arm_record, selected_arms, summarise_screening
-from kvlib.study.store import PromptStore, WindowStore
+from kvlib.study.store import PromptStore, WindowStore, hash_ids
 
 # What the parts cost, in training steps, so that the time left can be told; measured on two cores.
 WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
@@ -99,14 +101,13 @@ def _check_fingerprints(pair: dict, target, source) -> None:
 
 
 def _ridge(path, store: WindowStore, penalty: float, pair: str) -> RidgeMap:
+    wanted = {"penalty": penalty, "windows": hash_ids(store.windows)}
     if not path.exists():
-        save_map(
-            store.fit_ridge(penalty),
-            path,
-            pair=pair,
-            provenance={"penalty": penalty, "windows": len(store.windows)},
-        )
-    return load_map(path, pair=pair)
+        save_map(store.fit_ridge(penalty), path, pair=pair, provenance=wanted)
+    loaded = load_map(path, pair=pair)
+    if map_provenance(path) != wanted:
+        raise KvlibError(f"{path} was not fitted on this stage's windows: delete it and run the stage again")
+    return loaded
 
 
 def run_screening(run: Run) -> dict:
@@ -195,8 +196,8 @@ def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, prog
     if path.exists():
         progress.skip(units)
         found = read_record(path, "prompt", "kl32", "top1")
-        if found["prompt"] != list(range(scorer.prompts)) or any(
-            len(column) != scorer.prompts for column in found.values()
+        if found["prompt"] != list(range(scorer.prompts)) or not all(
+            _are_numbers(column, scorer.prompts) for column in found.values()
         ):
             raise KvlibError(
                 f"{path} is not of this stage's {scorer.prompts} prompts: delete it and run the stage again"
@@ -208,3 +209,8 @@ def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, prog
     write_json(path, {name: table[name].tolist() for name in table})
     progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")
     return table
+
+
+def _are_numbers(column, count: int) -> bool:
+    whole = isinstance(column, list) and len(column) == count
+    return whole and all(isinstance(value, (int, float)) and math.isfinite(value) for value in column)

@@ -3,6 +3,7 @@
 import copy
 import mmap
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -26,7 +27,8 @@ class WindowStore:
     """Both models' caches over N training windows, and the target's final hidden states.
 
     Files in `folder`: source.bin and target.bin (N, L, 2, H, T, D) with keys before values, hidden.bin (N, T, C).
-    `windows.json` says how many windows are whole: a killed run goes on from there.
+    `windows.json` says of which windows they are, and holds a checksum of each that is whole: a killed run goes on
+    from there, and a damaged window is filled anew.
     """
 
     def __init__(
@@ -34,7 +36,6 @@ class WindowStore:
     ):
         self.folder, self.windows, self.geometry, self.dtype = Path(folder), windows, geometry, dtype
         count, tokens = windows.shape
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._held: list[mmap.mmap] = []
         shape = (count, geometry.layers, 2, geometry.heads, tokens, geometry.head_dim)
         self.source = self._map("source.bin", shape, dtype)
@@ -46,11 +47,8 @@ class WindowStore:
         for axis in shape:
             size *= axis
         path, needed = self.folder / name, size * torch.empty(0, dtype=dtype).element_size()
-        if (
-            not path.exists() or path.stat().st_size != needed
-        ):  # begun anew: what is missing would read as zeros
-            (self.folder / "windows.json").unlink(missing_ok=True)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with open(path, "r+b" if path.exists() else "w+b") as file:
                 # Taken from the disk now: a hole that cannot be filled later would kill the process without a word.
                 os.posix_fallocate(file.fileno(), 0, needed)
@@ -58,8 +56,8 @@ class WindowStore:
                 held = mmap.mmap(file.fileno(), needed)
         except (OSError, ValueError) as error:
             raise KvlibError(
-                f"{path} could not be mapped ({error}), expected room for {needed / 2**30:.1f} GiB: free some disk space and "
-                "run the same command again; finished work is kept"
+                f"{path} could not be mapped ({getattr(error, 'strerror', None) or error}), expected a writable folder with "
+                f"room for {needed / 2**30:.1f} GiB: free some disk space and run the same command again; finished work is kept"
             ) from error
         self._held.append(held)
         return torch.frombuffer(held, dtype=dtype).view(shape)
@@ -71,15 +69,38 @@ class WindowStore:
 
     @property
     def complete(self) -> int:
+        """How many windows, from the first on, are there as they were filled."""
+        return len(self._whole())
+
+    def _whole(self) -> list[list[int]]:
+        """The checksums of the windows that are there as they were filled, up to the first that is not."""
         path = self.folder / "windows.json"
-        return read_record(path, "complete")["complete"] if path.exists() else 0
+        if not path.exists():
+            return []
+        record = read_record(path, "windows", "checksums")
+        if record["windows"] != hash_ids(self.windows) or not isinstance(record["checksums"], list):
+            return []
+        whole = []
+        for n, stated in enumerate(record["checksums"][: len(self.windows)]):
+            if stated != self._checksums(n):
+                break
+            whole.append(stated)
+        self.release()
+        return whole
+
+    def _checksums(self, n: int) -> list[int]:
+        """Of window n in each file: what is damaged by a disk or a hand, zeros that stand for nothing included."""
+        parts = (self.source[n], self.target[n], self.hidden[n])
+        return [zlib.crc32(part.reshape(-1).view(torch.uint8).numpy()) for part in parts]
 
     @torch.no_grad()
     def fill(self, source, target, progress: Progress, units_per_window: float) -> "WindowStore":
         """Prefill the windows that are missing, with models in the dtype that training computes in."""
-        complete, count = self.complete, len(self.windows)
-        progress.skip(complete * units_per_window)
-        for start in range(complete, count, WINDOWS_AT_ONCE):
+        whole, count = self._whole(), len(self.windows)
+        # Whole batches only: what goes through a model together may differ by rounding from what goes through alone.
+        del whole[len(whole) - len(whole) % WINDOWS_AT_ONCE if len(whole) < count else count :]
+        progress.skip(len(whole) * units_per_window)
+        for start in range(len(whole), count, WINDOWS_AT_ONCE):
             part = slice(start, min(start + WINDOWS_AT_ONCE, count))
             ids = self.windows[part].to(next(target.parameters()).device)
             self._keep(self.source, part, prefill(source, ids))
@@ -88,7 +109,8 @@ class WindowStore:
             self.hidden[part] = hidden.float().cpu()
             for held in self._held:
                 held.flush()
-            write_json(self.folder / "windows.json", {"complete": part.stop})
+            whole += [self._checksums(n) for n in range(start, part.stop)]
+            write_json(self.folder / "windows.json", {"windows": hash_ids(self.windows), "checksums": whole})
             self.release()
             progress.advance(
                 (part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}"
@@ -212,7 +234,8 @@ class PromptStore:
     def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:
         """(the source's cache, forcing -> reference) of the batch that begins at prompt `start`."""
         tensors, metadata = read_tensors(self.path(start))
-        if metadata.get("prompts") != hash_ids(self.tokens[start : start + self.batch_prompts]):
+        prompts = self.tokens[start : start + self.batch_prompts]
+        if metadata.get("prompts") != hash_ids(prompts) or not self._fits(tensors, *prompts.shape):
             raise KvlibError(
                 f"{self.path(start)} is of other prompts than these: delete it and run its stage again"
             )
@@ -232,3 +255,18 @@ class PromptStore:
                     rows[n] = one.keys, one.values
         join = [[torch.cat(layers) for layers in zip(*(rows[n][kind] for n in prompts))] for kind in (0, 1)]
         return PrefixCache(*join)
+
+    def _fits(self, tensors: dict[str, torch.Tensor], count: int, tokens: int) -> bool:
+        """Whether these are the tensors of `count` prompts, and every number of them is finite."""
+        cached, steps = self.prefix_tokens - 1, tokens - self.prefix_tokens
+        names = [f"{forcing}.{name}" for forcing in self.forcings for name in ("inputs", "forced", "hidden")]
+        if set(tensors) != {"keys", "values", *names}:
+            return False
+        keys, values = tensors["keys"], tensors["values"]  # (L, B, H, T, D)
+        fit = (
+            keys.ndim == 5
+            and keys.shape == values.shape
+            and (keys.shape[1], keys.shape[3]) == (count, cached)
+        )
+        fit = fit and all(tensors[name].shape[:2] == (count, steps) for name in names)
+        return fit and all(tensor.isfinite().all() for tensor in tensors.values())

@@ -90,7 +90,7 @@ def pages(path: Path) -> Iterator[tuple[str, str]]:
                     and not DISAMBIGUATION.search(wikitext)
                 ):
                     yield title, wikitext
-    except (OSError, EOFError, ElementTree.ParseError) as error:
+    except (OSError, EOFError, ElementTree.ParseError, ValueError, LookupError) as error:
         raise KvlibError(
             f"cannot read {path} as a bz2 MediaWiki dump ({error}); delete the file so that it is fetched "
             "again"

@@ -20,7 +20,7 @@ from kvlib.study.evidence.learning import (
 from kvlib.study.evidence.lengths import length_units, measure_lengths, summarise_lengths
 from kvlib.study.evidence.power import final_differences, summarise_power
 from kvlib.study.evidence.quality import QUALITY_STEPS, measure_quality
-from kvlib.study.freezing import openings, record_opening
+from kvlib.study.freezing import record_opening
 from kvlib.study.models import load_pair_tokenizer, place_of
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
@@ -56,10 +56,8 @@ def run_evidence(run: Run) -> dict:
     partitions, tokenizer = load_partitions(run), load_pair_tokenizer(run)
     progress = Progress(STAGE, _units(run, pair["target"]["layers"]))
 
-    if not openings(
-        run, STAGE
-    ):  # the final articles are read again: said once, beside the evaluation's own openings
-        record_opening(run, manifest_hash, STAGE)
+    # The final articles are read again: said once, beside the evaluation's own openings.
+    record_opening(run, manifest_hash, work, STAGE)
     final_articles = partitions.parts["final"].articles
     lengths = measure_lengths(run, final_articles, tokenizer, maps, work, progress)
     write_table(folder / "lengths.parquet", lengths)

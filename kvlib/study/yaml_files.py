@@ -1,0 +1,74 @@
+"""YAML that people write: read strictly, and what is wrong with it said in one sentence."""
+
+import reprlib
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from kvlib.errors import KvlibError
+
+WITH_KIND = (("pair", "target"), ("pair", "source"), ("corpus",))
+
+
+class _OnceOnly(yaml.SafeLoader):
+    """A key that is written twice is a mistake, not a choice of the last."""
+
+    def construct_mapping(self, node, deep=False):
+        self.flatten_mapping(node)
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if isinstance(key, str) and keys.count(key) > 1:
+                raise ValueError(f"key {key!r} is written twice")
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> dict:
+    """The keys and values of a file. Raises FileNotFoundError, or KvlibError for anything but keys and values."""
+    try:
+        values = yaml.load(Path(path).read_text("utf-8"), Loader=_OnceOnly)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise KvlibError(
+            f"profile {path} is no readable YAML: {reason}; compare it with data/profiles"
+        ) from error
+    if not isinstance(values, dict):
+        raise KvlibError(
+            f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles"
+        )
+    return values
+
+
+def override(values: dict, key: str, value) -> None:
+    """Set `value` at a dotted key, in place. Raises KvlibError where a part of the key holds no keys."""
+    *parents, last = key.split(".")
+    for parent in parents:
+        values = values.setdefault(parent, {})
+        if not isinstance(values, dict):
+            raise KvlibError(
+                f"key {key!r} given, but {parent!r} holds no keys of its own: correct or remove it"
+            )
+    values[last] = value
+
+
+def describe_error(error: ValidationError) -> str:
+    """The first finding of a validation, as one sentence."""
+    # A misspelt key is both unknown and missing: the unknown one is what was written.
+    found = min(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")
+    loc = list(found["loc"])
+    for place in WITH_KIND:  # pydantic names the kind after the place of what has one
+        if tuple(loc[: len(place)]) == place:
+            del loc[len(place) : len(place) + 1]
+    key = ".".join(str(part) for part in loc)
+    if found["type"] == "extra_forbidden":
+        return f"unknown key {key!r} given, expected only the keys of the profiles in data/profiles: correct or remove it"
+    if found["type"] == "missing":
+        return f"key {key!r} is missing: add it, as in the profiles in data/profiles"
+    message = " ".join(found["msg"].removeprefix("Value error, ").split())
+    if not key:
+        return message
+    return (
+        f"{key} is {reprlib.repr(found['input'])}, but {message[0].lower()}{message[1:]}: correct the value"
+    )
