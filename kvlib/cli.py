@@ -89,7 +89,7 @@ def run(
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import HOME_VARIABLE
+    from kvlib.study.run import HOME_VARIABLE, Run
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
     texts = dict(pair.split("=", 1) for pair in parameter or [])
@@ -104,7 +104,7 @@ def run(
             "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
         )
     profile = profile or _profile_of(run) or "laptop"
-    settings = load_profile(profile)
+    settings, from_here = load_profile(profile), profile
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
     run = settings.name if run is None else run
@@ -115,6 +115,10 @@ def run(
         execution.remove_leftovers(run)
         if reset:
             execution.forget_parameters(run)
+        if (folder / "run.json").exists():
+            Run.open(
+                from_here, run, results=folder.parent
+            )  # another profile's folder is refused before any download
         _fetch(settings)
         for number, script in enumerate(chosen, 1):
             label = f"[{number}/{len(chosen)}] {script.stem}"

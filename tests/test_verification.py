@@ -64,7 +64,7 @@ def made(tmp_path_factory) -> Path:
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(home))
-        for name in NOTEBOOKS.values():
+        for name in (NOTEBOOKS[stage] for stage in STAGES):
             notebook = {
                 "cells": [{"cell_type": "code", "outputs": [{"output_type": "stream", "text": "fine"}]}],
                 "metadata": {"kvlib": {"inputs": "-", "records": execution._records_key(name, "smoke")}},
