@@ -158,7 +158,26 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
+        _attack(folder, run)
+        trust = execution.script_of("20_trust")
+        execution.run_notebook(trust, profile, run, {}, label=f"[{trust.stem}]")
         _build(run, f"everything took {duration(time.monotonic() - started)}")
+
+
+def _attack(folder: Path, run: str) -> None:
+    """Attack small runs, so that the book can say what happened."""
+    from kvlib.study.attacks import run_attacks
+    from kvlib.study.run import Run
+
+    say("[attacks] on runs of the smoke profile: about two minutes …")
+    started = time.monotonic()
+    record, made = run_attacks(
+        Run.open(_profile_of(run), run, results=folder.parent), lambda name: say(f"[attacks] {name} …")
+    )
+    broken = [entry["attack"] for entry in record["attacks"] if not entry["held"]]
+    took = f"done in {duration(time.monotonic() - started)}" if made else "made before, with this very code"
+    said = f"not all as promised: {', '.join(broken)}" if broken else "all as promised"
+    say(f"[attacks]: {took}; {said}")
 
 
 @app.command()

@@ -22,16 +22,21 @@ results = "results"  # where the runs live
 from kvlib.report import figures, tables
 from kvlib.report.prose import trust_facts
 from kvlib.report.renderer import glue_facts, show, show_table, use_book_renderer
+from kvlib.study.attacks import recorded_attacks
 from kvlib.study.run import read_summary
 from kvlib.study.stages import STAGES, open_run
+from kvlib.study.verification import summary, verify
 
 use_book_renderer()
 study = open_run(profile, run, results=results)
 records = {stage: read_summary(study.stage(stage)) for stage in STAGES}
 final = records["frozen_evaluation"]
+# Notebooks are left out here: this one is not finished yet. `python -m kvlib verify` looks at them too.
+checks = summary([check for check in verify(study) if check.name != "notebooks"])
+attacks, evidence = recorded_attacks(study), study.finished("evidence")
 
 # %% tags=["remove-cell"]
-glue_facts(trust_facts(records))
+glue_facts(trust_facts(records, checks, attacks, evidence))
 
 # %% [markdown]
 # ## Is the machinery neutral?
@@ -110,3 +115,33 @@ show_table(
 #
 # {glue:text}`holm` Errors clustered by article stand beside the plain ones in every table, since prompts
 # from one article are not independent.
+
+# %% [markdown]
+# ## Elsewhere, and why
+#
+# {glue:text}`evidence` [The evidence](evidence) has the charts.
+#
+# ## Can the records be believed?
+#
+# Final prompts, decision rule, weights, code and settings are fixed in a manifest before the final text is
+# tokenised; the results carry its hash. {glue:text}`opened` `python -m kvlib verify` computes every figure
+# again from the raw records and compares every hash. {glue:text}`verified`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.checks(checks),
+    "Each check, how many numbers or hashes it compared, and how many of them do not match. Numbers are"
+    " compared exactly.",
+)
+
+# %% [markdown]
+# ## What was attacked, how often, what happened
+#
+# {glue:text}`attacks`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.attacked(records, checks, attacks),
+    "How often: logits compared, prompts scored, numbers and hashes compared, openings, attacks. Runs are"
+    " attacked on the smallest profile and compared with an undisturbed one.",
+)

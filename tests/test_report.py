@@ -20,7 +20,7 @@ from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.palette import BASES, PATHS
 from kvlib.report.renderer import BookRenderer
-from kvlib.study import stages
+from kvlib.study import stages, verification
 from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import Run, read_summary
@@ -287,6 +287,8 @@ def executed(run) -> Path:
         patch.setattr(stages, "open_run", lambda *args, **kwargs: found)
         for stage in STAGES:
             patch.setattr(stages, f"run_{stage}", lambda study, stage=stage: read_summary(run / stage))
+        checks = [verification.Check("files", 40), verification.Check("screening", 8000, ["one <differs>"])]
+        patch.setattr(verification, "verify", lambda study: checks)
         for name in CHAPTERS:
             (run / "notebooks").mkdir(exist_ok=True)
             nbformat.write(execute(name, run), run / "notebooks" / f"{name}.ipynb")

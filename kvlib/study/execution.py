@@ -33,7 +33,7 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import EXTRA, NOTEBOOKS, ROOT, STAGES, home, sequence
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, home, sequence
 
 SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
@@ -44,6 +44,7 @@ QUIET = {  # for kernels: progress bars flood a page, advice is not for readers
     "TOKENIZERS_PARALLELISM": "false",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
+TRUST = "20_trust"  # the notebook that looks at what other commands left as well
 STATE = "progress.json"  # what a running kernel writes and the terminal shows
 HIDDEN_TAG = "hide-input"
 
@@ -256,7 +257,10 @@ def _records_key(name: str, run: str) -> dict[str, str]:
     """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
-    paths = [folder / "run.json", *(folder / s / "summary.json" for s in sequence(stage))]
+    files = [f"{s}/{file}" for s in sequence(stage) for file in ("summary.json", MADE)]
+    if name == TRUST:
+        files += ["evidence/summary.json", "evidence/attacks.json"]
+    paths = [folder / file for file in ("run.json", *files)]
     return {str(path.relative_to(folder)): sha256_file(path) for path in paths if path.exists()}
 
 

@@ -1,6 +1,8 @@
 """Sentences of “Can this be trusted?”: what was attacked and what came of it."""
 
 from kvlib.report.figures.trust import control_label
+from kvlib.report.prose.evidence import evidence_headline
+from kvlib.report.prose.results import times
 from kvlib.report.summaries import headline, main_forcing
 from kvlib.report.wording import UNKNOWN, count, join, number, percent, plural
 from kvlib.study.decision import CONTENT_SHARE, NOISE_FACTOR
@@ -12,9 +14,16 @@ VERDICTS = {
 }
 
 
-def trust_facts(records: dict[str, dict]) -> dict[str, str]:
+def trust_facts(
+    records: dict[str, dict], checks: list[dict], attacks: dict | None, evidence: dict | None
+) -> dict[str, str]:
+    """checks: of `kvlib verify`. attacks, evidence: what `kvlib evidence` left, None where it was not run."""
     final = records["frozen_evaluation"]
     return {
+        "verified": verified_sentence(checks),
+        "attacks": attacks_sentence(attacks, records["pair"]["run"]),
+        "evidence": evidence_sentence(evidence, final["frozen"], records["pair"]["run"]),
+        "opened": f"The final prompts have been opened {times(final['opened'])} for this run.",
         "gates": gates_sentence(records),
         "noise": noise_sentence(final),
         "canary": canary_sentence(final),
@@ -25,6 +34,46 @@ def trust_facts(records: dict[str, dict]) -> dict[str, str]:
         "rule_hash": records["pair"]["decision_rule"],
         "holm": holm_sentence(records),
     }
+
+
+def verified_sentence(checks: list[dict]) -> str:
+    count_all = sum(check["checked"] for check in checks)
+    wrong = [check for check in checks if check["mismatches"]]
+    if not wrong:
+        return (
+            f"When this page was made, {count_all:,} numbers and hashes were compared, and all of them match."
+        )
+    return (
+        f"When this page was made, {count_all:,} numbers and hashes were compared, and some DO NOT MATCH "
+        f"({join([check['check'] for check in wrong])}): the table says which."
+    )
+
+
+def attacks_sentence(attacks: dict | None, run: str) -> str:
+    if attacks is None:
+        return (
+            "Runs that are killed, started twice or out of disk were not attacked beside this run; "
+            f"`python -m kvlib evidence {run}` does it, on small runs, in a few minutes."
+        )
+    found = attacks["attacks"]
+    broken = [entry["attack"] for entry in found if not entry["held"]]
+    times_all = sum(entry["times"] for entry in found)
+    verdict = (
+        "every one ended with the same records, byte for byte, or was refused with one sentence"
+        if not broken
+        else f"NOT every one ended as promised: {join(broken)}"
+    )
+    return f"Small runs were attacked {times_all:,} times beside this run, in {count(len(found))} ways; {verdict}."
+
+
+def evidence_sentence(evidence: dict | None, frozen: str, run: str) -> str:
+    if evidence is None or evidence["frozen"] != frozen:
+        state = "has not been asked" if evidence is None else "was asked of another frozen map"
+        return (
+            "What the frozen map is worth at other lengths, how much text it needs, which layers carry it and what so "
+            f"many prompts can show {state}; `python -m kvlib evidence {run}` asks it."
+        )
+    return " ".join(evidence_headline(evidence))
 
 
 def gates_sentence(records: dict[str, dict]) -> str:

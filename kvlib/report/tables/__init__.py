@@ -14,11 +14,13 @@ from kvlib.report.tables.making import (
     read_layers,
 )
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
-from kvlib.report.tables.trust import controls, decision, first_step, gates, noise, worst
+from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
 
 __all__ = [
     "arms",
+    "attacked",
     "cell_text",
+    "checks",
     "colophon",
     "confirmation",
     "controls",

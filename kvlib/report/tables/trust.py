@@ -111,6 +111,75 @@ def decision(final: dict) -> pd.DataFrame:
     )
 
 
+def checks(found: list[dict]) -> pd.DataFrame:
+    """What `kvlib verify` compared, one row per check, and the first thing that did not match."""
+    rows = [
+        {
+            "check": entry["check"],
+            "compared": entry["checked"],
+            "do not match": len(entry["mismatches"]),
+            "the first": entry["mismatches"][0] if entry["mismatches"] else "",
+        }
+        for entry in found
+    ]
+    return pd.DataFrame(rows)
+
+
+def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) -> pd.DataFrame:
+    """What was attacked, how often, what happened: the page's last word.
+
+    Args:
+        found: the checks of `kvlib verify`. attacks: `evidence/attacks.json`, or None where no run was attacked.
+    """
+    final = records["frozen_evaluation"]
+    gates = [gate for summary in records.values() for gate in summary.get("gates", [])]
+    failed = sum(not gate["passed"] for gate in gates)
+    difference = max(max(gate["max_abs_difference"].values()) for gate in gates)
+    wrong = [
+        (
+            control_label(name),
+            entry["kl32"]["mean"] > final["forcing"][forcing]["paths"]["direct"]["kl32"]["mean"],
+        )
+        for forcing, by_forcing in final["forcing"].items()
+        for name, entry in by_forcing["controls"].items()
+    ]
+    prompts = sum(e["prompts"] for f in final["forcing"].values() for e in f["controls"].values())
+    quiet = max(abs(e["kl32"]["mean"]) for f in final["forcing"].values() for e in f["noise"].values())
+    mismatches = sum(len(entry["mismatches"]) for entry in found)
+    rows = [
+        (
+            "the handoff: the target's own cache through every mode and map kind",
+            sum(gate["comparisons"] for gate in gates),
+            f"{failed} of {len(gates)} gates failed; no logit moved by more than {difference:.1e}",
+        ),
+        (
+            "the measure: native against itself",
+            sum(e["prompts"] for f in final["forcing"].values() for e in f["noise"].values()),
+            f"KL32 of {quiet:.1e} at most",
+        ),
+        (
+            "the gain: caches and maps that should know nothing",
+            prompts,
+            f"{sum(worse for _, worse in wrong)} of {len(wrong)} controls are worse than direct reuse",
+        ),
+        (
+            "the records: every figure computed again, every hash compared",
+            sum(entry["checked"] for entry in found),
+            f"{mismatches} do not match",
+        ),
+        ("the freeze: openings of the final prompts", final["opened"], "each is in the ledger"),
+    ]
+    if attacks is None:
+        rows.append(
+            ("runs that are killed, started twice or run out of disk", 0, "not attacked beside this run")
+        )
+    else:
+        rows += [
+            (f"a run: {entry['attack']}", entry["times"], entry["outcome"]) for entry in attacks["attacks"]
+        ]
+    return pd.DataFrame(rows, columns=["what was attacked", "how often", "what happened"])
+
+
 def worst(prompts: pd.DataFrame, steps: pd.DataFrame, final: dict, count: int = 5) -> pd.DataFrame:
     """The prompts on which the learned correction loses most against direct reuse, and where it parts from native."""
     forcing = main_forcing(final)

@@ -15,6 +15,7 @@ from kvlib.errors import KvlibError
 from kvlib.study.run import Run
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.clock import check_latency
+from kvlib.study.verification.extra import check_evidence
 from kvlib.study.verification.final import check_decision, check_final
 from kvlib.study.verification.freeze import check_ledger, check_manifest, check_maps
 from kvlib.study.verification.pair import check_models, check_pair, check_partitions
@@ -44,7 +45,7 @@ CHECKS: dict[str, tuple[str | None, Function]] = {
 }
 
 # The seam for stages outside the sequence: stage -> the check of its summary and tables.
-EXTRA_CHECKS: dict[str, Function] = {}
+EXTRA_CHECKS: dict[str, Function] = {"evidence": check_evidence}
 
 
 def verify(run: Run | Path | str) -> list[Check]:
