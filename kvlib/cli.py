@@ -139,6 +139,9 @@ def evidence(
         typer.Argument(help="the run's name; the profile's when left out", autocompletion=_run_names),
     ] = None,
     profile: ProfileOption = None,
+    attacks: Annotated[
+        bool, typer.Option(help="also kill, crowd and starve small runs and record what happens (minutes)")
+    ] = True,
 ) -> None:
     """Ask more of the frozen map of a run that is finished, then build its book again."""
     from kvlib.study import execution
@@ -158,7 +161,8 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
-        _attack(folder, run)
+        if attacks:
+            _attack(folder, run)
         trust = execution.script_of("20_trust")
         execution.run_notebook(trust, profile, run, {}, label=f"[{trust.stem}]")
         _build(run, f"everything took {duration(time.monotonic() - started)}")

@@ -28,7 +28,7 @@ OTHERWISE_S = 8
 
 @dataclass(frozen=True)
 class SmokeRun:
-    """The smoke profile, run from nothing to its book by the command line, in a folder of its own."""
+    """The smoke profile, run from nothing to its book with its evidence by the command line, in a folder of its own."""
 
     home: Path
     folder: Path
@@ -39,22 +39,28 @@ class SmokeRun:
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory, request) -> SmokeRun:
     home = tmp_path_factory.mktemp("smoke")
-    command = [sys.executable, "-m", "kvlib", "run", "--profile", "smoke"]
-    lines = []
     terminal = request.config.pluginmanager.getplugin("capturemanager")
+    output = _run_command(["run", "--profile", "smoke"], home, terminal)
+    output += _run_command(["evidence", "smoke", "--no-attacks"], home, terminal)
+    folder = home / "results" / "smoke"
+    return SmokeRun(home, folder, folder / "book", output)
+
+
+def _run_command(arguments: list[str], home: Path, terminal) -> str:
+    """What a command of kvlib said, shown while it runs: it takes a minute or more."""
+    command, lines = [sys.executable, "-m", "kvlib", *arguments], []
     with subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, "KVLIB_HOME": str(home), "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
-        for line in process.stdout:  # two or three minutes: show that something happens
+        for line in process.stdout:
             lines.append(line)
             with terminal.global_and_fixture_disabled():
                 sys.stderr.write(f"\n    smoke run {line.rstrip()}")
     output = "".join(lines)
     if process.returncode:
         pytest.fail(f"the smoke run ended with status {process.returncode}:\n{output}", pytrace=False)
-    folder = home / "results" / "smoke"
-    return SmokeRun(home, folder, folder / "book", output)
+    return output
 
 
 @pytest.fixture(autouse=True)
