@@ -46,14 +46,14 @@ FILES = [
     *(f"pair/{role}/{file}" for role in ("target", "source")
       for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")),
     *(f"pair/{folder}/{SEALS}" for folder in ("articles", "target", "source")),
-    *(f"{stage}/summary.json" for stage in STAGES),
+    *(f"{stage}/{file}" for stage in STAGES for file in ("summary.json", "made.json")),
     *(f"{stage}/{file}" for stage in ("screening", "confirmation")
       for file in ("windows-*/windows.json", "windows-*/source.bin", "windows-*/target.bin", "windows-*/hidden.bin",
                    "prompts-*/prompts-*.safetensors", "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json",
                    "arms/*/curve.parquet", "arms/*/scored-*.json", "arms/*/step-*.safetensors")),
-    "screening/curves.parquet", "confirmation/manifest.json", "confirmation/learned.safetensors",
-    "confirmation/ridge.safetensors",
-    *(f"frozen_evaluation/{file}" for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet",
+    "screening/curves.parquet", "screening/grid.parquet", "confirmation/manifest.json",
+    *(f"confirmation/{name}.safetensors" for name in ("learned", "ridge", "wrong_trained")),
+    *(f"frozen_evaluation/{file}" for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet", "controls.parquet",
                                                "prompts.parquet", "steps.parquet", "ledger.jsonl")),
     *(f"latency/{file}" for file in ("parts/[0-9]*.parquet", "raw.parquet", "memory.parquet")),
 ]  # fmt: skip

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvlib.errors import KvlibError
 from kvlib.study.records import sha256_file
+from kvlib.study.yaml_files import describe_error
 
 ASSETS_FILE = Path(__file__).resolve().parents[2] / "data" / "assets.yaml"
 SCRATCH_PREFIX = ".fetch-"
@@ -58,7 +59,7 @@ def load_assets(path: Path = ASSETS_FILE) -> dict[str, Asset]:
             name: Asset(**fields) for name, fields in yaml.safe_load(Path(path).read_text("utf-8")).items()
         }
     except (OSError, yaml.YAMLError, ValueError, AttributeError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = describe_error(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
         raise KvlibError(
             f"{path} is not a list of assets ({reason}); restore the file from the repository"
         ) from error

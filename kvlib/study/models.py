@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvlib.errors import KvlibError
 from kvlib.pair import first_line, load_model, load_tokenizer
@@ -33,6 +33,17 @@ def load_pair_model(run: Run, role: str, dtype: torch.dtype | None = None):
 
 def load_pair_tokenizer(run: Run):
     return load_tokenizer(_checked_place(run, "target"))
+
+
+def load_pair_config(run: Run, role: str):
+    """The model's configuration alone: enough to tell what it can do, before its weights are read."""
+    place = _checked_place(run, role)
+    try:
+        return AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise KvlibError(
+            f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}"
+        ) from error
 
 
 def _checked_place(run: Run, role: str) -> str:

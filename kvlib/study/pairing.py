@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
 from kvlib.pair import check_compatible, pair_fingerprint
 from kvlib.pruning import prune_width
@@ -24,7 +23,14 @@ from kvlib.study.corpus import (
 from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
 from kvlib.study.gate import gates, held_out_nll, worst
-from kvlib.study.models import cache_folder, load_pair_model, load_pair_tokenizer, make_target, save_folder
+from kvlib.study.models import (
+    cache_folder,
+    load_pair_config,
+    load_pair_model,
+    load_pair_tokenizer,
+    make_target,
+    save_folder,
+)
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
 from kvlib.study.profile import HubModel, Partition, Profile, PrunedModel, RandomModel, WikipediaCorpus
@@ -51,11 +57,11 @@ def run_pair(run: Run) -> dict:
     make_target(run, tokenizer)
     progress.advance(6, "target ready")
     tokenizer = load_pair_tokenizer(run)
+    check_lengths(run, load_pair_config(run, "target"))  # before text is looked for that no model could read
     partitions = partitions_of(run, articles, tokenizer)
     pruning = make_source(run, partitions, tokenizer, progress, units=70)
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
     check_compatible(target, source, tokenizer, tokenizer)
-    check_lengths(run, target)
     progress.advance(4, "models loaded and compared")
     tokens = partitions.tokens("screen_validate", tokenizer)
     settings = profile.evaluation
@@ -221,9 +227,9 @@ def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress,
     return record
 
 
-def check_lengths(run: Run, target) -> None:
+def check_lengths(run: Run, config) -> None:
     """Raises KvlibError when the profile asks for more positions or a higher rank than the pair has."""
-    profile, limit = run.profile, target.config.max_position_embeddings
+    profile, limit = run.profile, config.max_position_embeddings
     asked = {
         "prompt.prefix_tokens + prompt.forced_steps": profile.prompt.prefix_tokens
         + profile.prompt.forced_steps,
@@ -235,7 +241,7 @@ def check_lengths(run: Run, target) -> None:
             raise KvlibError(
                 f"{what} is {count}, the model has {limit} positions: lower it to {limit} at most"
             )
-    head_dim = Geometry.of(target).head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if max(profile.screening.ranks) > head_dim:
         raise KvlibError(
             f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"

@@ -63,9 +63,9 @@ def describe_error(error: ValidationError) -> str:
             del loc[len(place) : len(place) + 1]
     key = ".".join(str(part) for part in loc)
     if found["type"] == "extra_forbidden":
-        return f"unknown key {key!r} given, expected only the keys of the profiles in data/profiles: correct or remove it"
+        return f"unknown key {key!r} given, expected only the keys of the files in data: correct or remove it"
     if found["type"] == "missing":
-        return f"key {key!r} is missing: add it, as in the profiles in data/profiles"
+        return f"key {key!r} is missing: add it, as in the files in data"
     message = " ".join(found["msg"].removeprefix("Value error, ").split())
     if not key:
         return message
