@@ -38,7 +38,7 @@ from kvlib import KvlibError
 from kvlib.cli import app
 from kvlib.study import execution
 from kvlib.study.records import read_table, write_json, write_table
-from kvlib.study.run import HOME_VARIABLE, NOTEBOOKS
+from kvlib.study.run import HOME_VARIABLE, NOTEBOOKS, STAGES
 from kvlib.study.stages import (
     open_run,
     run_confirmation,
