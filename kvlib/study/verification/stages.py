@@ -122,8 +122,8 @@ def check_notebooks(records: Records, check: Check) -> None:
             errors = [output["ename"] for output in outputs if output["output_type"] == "error"]
             check.same(f"{where}, errors", errors, [])
             read = notebook["metadata"]["kvlib"]["records"]
-            wanted = ["run.json"] + [f"{stages[path.stem]}/summary.json"] * (path.stem in stages)
-            for name in wanted:
+            own = [f"{stages[path.stem]}/summary.json"] if path.stem in stages else []
+            for name in ["run.json", *own]:
                 check.holds(name in read, f"{where}: found no hash of {name}, expected the one that it read")
             for name, expected in read.items():
                 check.hash(f"{where}, the {name} that it was made from", records.run.folder / name, expected)
