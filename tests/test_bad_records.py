@@ -53,8 +53,9 @@ FILES = [
                    "arms/*/curve.parquet", "arms/*/scored-*.json", "arms/*/step-*.safetensors")),
     "screening/curves.parquet", "screening/grid.parquet", "confirmation/manifest.json",
     *(f"confirmation/{name}.safetensors" for name in ("learned", "ridge", "wrong_trained")),
-    *(f"frozen_evaluation/{file}" for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet", "controls.parquet",
-                                               "prompts.parquet", "steps.parquet", "ledger.jsonl")),
+    *(f"frozen_evaluation/{file}"
+      for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet",
+                   "prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl")),
     *(f"latency/{file}" for file in ("parts/[0-9]*.parquet", "raw.parquet", "memory.parquet")),
 ]  # fmt: skip
 MAKESHIFT = [".stage.lock"]

@@ -1,7 +1,6 @@
 """Attacks on a small run: repeated, killed, met by a full disk, started twice; what happened, as records for the book."""
 
 import hashlib
-import json
 import shutil
 import time
 import zipfile
@@ -17,7 +16,6 @@ from kvlib.study.folders import SEALS, check_folder
 from kvlib.study.moments import CROWDED, FULL, KILLED, KILLED_FETCHING
 from kvlib.study.records import (
     PARTIAL,
-    canonical_json,
     read_json,
     read_lines,
     read_table,
@@ -35,10 +33,6 @@ NOT_QUALITY = (
     "run.json", "*/made.json", "*/ledger.jsonl", "*/spent.json", "*/windows-*", "*/prompts-*", "*/work-*", "latency/*",
     "notebooks/*", "book/*", "*.lock", "pair/pruning.json", "*/trained.json", f"*{PARTIAL}*",
 )  # fmt: skip
-EXACT = True  # summaries and manifest byte for byte
-TIMES = {
-    "created", "duration_s", "seconds", "peak_bytes", "written", "manifest_hash", "hash", "environment", "seal",
-}  # fmt: skip
 
 
 def quality_records(run_folder: Path) -> dict[str, str]:
@@ -47,21 +41,8 @@ def quality_records(run_folder: Path) -> dict[str, str]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
         if not any(fnmatch(name, pattern) for pattern in NOT_QUALITY):
-            summary = path.name in ("summary.json", "manifest.json") and not EXACT
-            found[name] = _hash_without_times(path) if summary else sha256_file(path)
+            found[name] = sha256_file(path)
     return found
-
-
-def _hash_without_times(path: Path) -> str:
-    return hashlib.sha256(canonical_json(_without_times(json.loads(path.read_text()))).encode()).hexdigest()
-
-
-def _without_times(value):
-    if isinstance(value, dict):
-        kept = {key: inner for key, inner in value.items() if key not in TIMES}
-        kept = {key: inner for key, inner in kept.items() if key != "frozen" or isinstance(inner, dict)}
-        return {key: _without_times(inner) for key, inner in kept.items()}
-    return [_without_times(inner) for inner in value] if isinstance(value, list) else value
 
 
 def not_whole(run_folder: Path) -> list[str]:
