@@ -1,5 +1,7 @@
 """The final evaluation's tables, and every figure of its summary as a function of them."""
 
+import math
+
 import pandas as pd
 import torch
 
@@ -15,6 +17,9 @@ COMPARED = ("learned", "ridge")  # each against direct reuse
 TEXT_CHARACTERS = 400  # of a prompt's end, kept for people to read
 KL_FIELDS = ("mean", "se", "se_clustered", "median", "q10", "q90")
 STEP_KEYS = ["forcing", "path", "prompt", "step"]
+LEAN = {*STEP_KEYS, "kl", "agree"}  # columns of a control
+TOKENS = {"forced_token", "native_token", "path_token"}
+PROBABILITIES = {"native_probability", "path_probability"}
 
 
 def step_table(found: Divergence, forced: torch.Tensor, start: int, tokenizer) -> pd.DataFrame:
@@ -45,9 +50,14 @@ def checked_steps(path, forcings: list[str], paths: list[str], prompts: range, s
     """A batch's table, after it was found to hold each forcing, path, prompt and step once, with finite numbers."""
     table = read_table(path)
     wanted = {(f, p, i, s) for f in forcings for p in paths for i in prompts for s in range(1, steps + 1)}
-    whole = {*STEP_KEYS, "kl", "agree"} <= set(table.columns)
-    found = list(table[STEP_KEYS].itertuples(index=False, name=None)) if whole else []
-    if len(found) != len(wanted) or set(found) != wanted or table[["kl", "agree"]].isna().any(axis=None):
+    fits = sorted(table.columns) in (sorted(LEAN), sorted(LEAN | TOKENS | PROBABILITIES))
+    found = list(table[STEP_KEYS].itertuples(index=False, name=None)) if fits else []
+    numbers = [name for name in ("kl", *sorted(PROBABILITIES)) if name in table]
+    if (
+        len(found) != len(wanted)
+        or set(found) != wanted
+        or not table[numbers].map(math.isfinite).all(axis=None)
+    ):
         raise KvlibError(
             f"{path} does not hold every step of prompts {prompts.start} to {prompts.stop - 1} once: delete it and run the stage "
             "again"

@@ -6,11 +6,12 @@ import math
 from kvlib.cache import Geometry
 from kvlib.study.gate import GATE_PROMPTS, MODES, identity_maps
 from kvlib.study.records import read_json
-from kvlib.study.run import MADE, NOTEBOOKS, OUTPUTS, STAGES
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, OUTPUTS, STAGES, sequence
 from kvlib.study.screening import GATE_WINDOWS
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import Records
 
+ALL = (*STAGES, *EXTRA)
 LEDGER = "ledger.jsonl"  # grows after its stage is whole, so that no summary holds its hash
 FAILED = ".failed.ipynb"
 
@@ -18,11 +19,11 @@ FAILED = ".failed.ipynb"
 def check_stages(records: Records, check: Check) -> None:
     """Each stage's records are there, belong to the run's present settings and come after those they need."""
     run = records.run
-    for number, stage in enumerate(STAGES):
+    for stage in ALL:
         if not records.has(stage):
             continue
         where = f"{stage}/summary.json"
-        for earlier in STAGES[:number]:
+        for earlier in sequence(stage)[:-1]:
             if not (stage == "latency" and earlier == "frozen_evaluation"):
                 check.holds(
                     records.has(earlier), f"{where}: found, expected {earlier}/summary.json before it"
@@ -45,7 +46,7 @@ def check_stages(records: Records, check: Check) -> None:
 
 def check_files(records: Records, check: Check) -> None:
     """Every file that a summary names has the SHA-256 that stands there."""
-    for stage in STAGES:
+    for stage in ALL:
         if records.has(stage):
             with check.reading(f"{stage}/summary.json, files"):
                 files = records.summary(stage)["files"]
