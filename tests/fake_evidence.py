@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from fake_records import write_stage
 from statsmodels.stats.power import TTestPower
 
-from kvlib.study.records import hash_json, read_json, write_json, write_table
+from kvlib.study.profile import load_profile
+from kvlib.study.records import read_json, write_table
+from kvlib.study.run import Run
 from kvlib.study.statistics import describe, paired
 
 LAYERS, HEADS, RANK, VALIDATION = 30, 3, 8, 24
@@ -19,20 +22,18 @@ def write_fake_evidence(run: Path, *, seed: int = 11, **variant) -> dict:
     """Write `run`/evidence and return its summary. `variant`: as for `fake_evidence`."""
     frozen = read_json(run / "confirmation" / "summary.json")
     summary, tables = fake_evidence(seed=seed, **variant)
+    profile = load_profile("laptop")
     head = {
-        "profile": run.name,
-        "label": "made up",
-        "run": run.name,
-        "key": hash_json("evidence"),
-        "created": "2026-01-03T03:04:05+00:00",
-        "duration_s": 1234.5,
+        "profile": profile.name,
+        "label": profile.label,
+        "key": Run(profile, run.name, run, {}, profile.name).key("evidence"),
         "frozen": frozen["manifest_hash"],
         "arm": frozen["frozen"]["arm"],
         "scale": frozen["frozen"]["scale"],
     }
     for name, table in tables.items():
         write_table(run / "evidence" / f"{name}.parquet", table)
-    write_json(run / "evidence" / "summary.json", head | summary)
+    write_stage(run / "evidence", head, summary)
     return head | summary
 
 

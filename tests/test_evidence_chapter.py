@@ -2,23 +2,19 @@
 
 import copy
 import re
-import sys
-import types
 from pathlib import Path
 
 import nbformat
 import pytest
 from fake_evidence import write_fake_evidence
 from fake_records import write_fake_run
-from IPython.core.interactiveshell import InteractiveShell
-from test_report import PAGE_BYTES, STAGES, execute
+from notebook_runs import execute_all
+from test_report import PAGE_BYTES
 
 from kvlib.errors import KvlibError
 from kvlib.report.book import CHAPTERS, build_book, evidence_chapter
 from kvlib.report.evidence import TABLES, read_evidence
 from kvlib.report.freshness import _key
-from kvlib.study import stages
-from kvlib.study.profile import load_profile
 from kvlib.study.records import read_json, write_json
 
 
@@ -27,19 +23,7 @@ def executed(tmp_path_factory) -> Path:
     """A made-up run with all notebooks executed, that of the evidence too; stages are found, not run."""
     run = write_fake_run(tmp_path_factory.mktemp("results") / "laptop")
     write_fake_evidence(run)
-    with pytest.MonkeyPatch.context() as patch:
-        opened = types.SimpleNamespace(folder=run, profile=load_profile("laptop"))
-        patch.setattr(stages, "open_run", lambda *args, **kwargs: opened)
-        for stage in STAGES:
-            patch.setattr(stages, f"run_{stage}", lambda study, stage=stage: summary_of(run, stage))
-        stage = types.ModuleType("kvlib.study.evidence")
-        stage.run_evidence = lambda study: summary_of(run, "evidence")
-        patch.setitem(sys.modules, "kvlib.study.evidence", stage)
-        (run / "notebooks").mkdir()
-        for name in (*CHAPTERS, "evidence"):
-            nbformat.write(execute(name, run), run / "notebooks" / f"{name}.ipynb")
-        InteractiveShell.clear_instance()
-    return run
+    return execute_all(run, (*CHAPTERS, "evidence"))
 
 
 def summary_of(run: Path, stage: str) -> dict:

@@ -11,8 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from fake_records import write_fake_run
-from IPython.core.interactiveshell import InteractiveShell
-from IPython.utils.capture import capture_output
+from notebook_runs import execute_all
 
 from kvlib.errors import KvlibError
 from kvlib.report import figures, prose, tables, wording
@@ -20,10 +19,8 @@ from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.palette import BASES, PATHS
 from kvlib.report.renderer import BookRenderer
-from kvlib.study import stages, verification
-from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
-from kvlib.study.run import Run, read_summary
+from kvlib.study.run import read_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
@@ -262,38 +259,10 @@ def test_hand_written_pages_type_no_measured_number():
         )
 
 
-def execute(name: str, run: Path) -> nbformat.NotebookNode:
-    """A notebook's cells run in this process, its displays kept: as papermill would, without a kernel."""
-    notebook, shell = jupytext.read(ROOT / "notebooks" / f"{name}.py"), InteractiveShell.instance()
-    for count, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), 1):
-        source = cell.source
-        if "parameters" in cell.metadata.get("tags", []):
-            source += f"\nresults = {str(run.parent)!r}"
-        with capture_output() as captured:
-            shell.run_cell(source, store_history=False).raise_error()
-        cell.execution_count = count
-        cell.outputs = [
-            nbformat.v4.new_output("display_data", data=output.data, metadata=output.metadata or {})
-            for output in captured.outputs
-        ]
-    return notebook
-
-
 @pytest.fixture(scope="module")
 def executed(run) -> Path:
-    """The made-up run with its notebooks executed; finished stages are found, not run."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = Run(load_profile("laptop"), run.name, run, {}, "laptop")
-        patch.setattr(stages, "open_run", lambda *args, **kwargs: found)
-        for stage in STAGES:
-            patch.setattr(stages, f"run_{stage}", lambda study, stage=stage: read_summary(run / stage))
-        checks = [verification.Check("files", 40), verification.Check("screening", 8000, ["one <differs>"])]
-        patch.setattr(verification, "verify", lambda study: checks)
-        for name in CHAPTERS:
-            (run / "notebooks").mkdir(exist_ok=True)
-            nbformat.write(execute(name, run), run / "notebooks" / f"{name}.ipynb")
-        InteractiveShell.clear_instance()
-    return run
+    """The made-up run with its notebooks executed."""
+    return execute_all(run, CHAPTERS)
 
 
 def test_the_book_is_built_whole_from_a_finished_run(executed):
