@@ -147,7 +147,7 @@ def evidence(
     from kvlib.study import execution
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import NOTEBOOKS
+    from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
     run = load_profile(profile or "laptop").name if run is None else run
     folder = _existing_run(run)
@@ -161,23 +161,24 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
+        opened = Run.open(_profile_of(run), run, results=folder.parent)
         if attacks:
-            _attack(folder, run)
-        trust = execution.script_of("20_trust")
+            _attack(opened)
+        if not all(opened.finished(stage) for stage in STAGES):
+            say(f"its chapter enters the book when the run is finished: `python -m kvlib run --run {run}`")
+            return
+        trust = execution.script_of(execution.TRUST)
         execution.run_notebook(trust, profile, run, {}, label=f"[{trust.stem}]")
         _build(run, f"everything took {duration(time.monotonic() - started)}")
 
 
-def _attack(folder: Path, run: str) -> None:
-    """Attack small runs, so that the book can say what happened."""
+def _attack(run) -> None:
+    """Attack small runs, so that the book of this one can say what happened."""
     from kvlib.study.attacks import run_attacks
-    from kvlib.study.run import Run
 
     say("[attacks] on runs of the smoke profile: about two minutes …")
     started = time.monotonic()
-    record, made = run_attacks(
-        Run.open(_profile_of(run), run, results=folder.parent), lambda name: say(f"[attacks] {name} …")
-    )
+    record, made = run_attacks(run, lambda name: say(f"[attacks] {name} …"))
     broken = [entry["attack"] for entry in record["attacks"] if not entry["held"]]
     took = f"done in {duration(time.monotonic() - started)}" if made else "made before, with this very code"
     said = f"not all as promised: {', '.join(broken)}" if broken else "all as promised"
