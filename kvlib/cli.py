@@ -1,6 +1,5 @@
 """The command line: run notebooks, build the book, look at runs. `python -m kvlib --help` lists it all."""
 
-import contextlib
 import os
 import sys
 import time
@@ -10,61 +9,25 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
+from kvlib.looking import arms, params, profiles, status, verify
+from kvlib.options import (
+    NotebookArgument,
+    PairsOption,
+    ProfileOption,
+    RunArgument,
+    RunOption,
+    existing_run,
+    profile_of,
+    run_folder_of,
+    run_names,
+)
 from kvlib.study.display import duration
-from kvlib.terminal import FAILURE, PairsCommand, run_app, say, short, table
+from kvlib.terminal import PairsCommand, run_app, say, short
 
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Run the study's notebooks, build its book, look at its runs.",
 )  # fmt: skip
-
-
-def _notebook_names(incomplete: str) -> list[str]:
-    from kvlib.study.execution import extra_scripts, scripts
-
-    return [name for name in (*scripts(), *extra_scripts()) if name.startswith(incomplete)]
-
-
-def _profile_names(incomplete: str) -> list[str]:
-    from kvlib.study.profile import profile_names
-
-    return [name for name in profile_names() if name.startswith(incomplete)]
-
-
-def _run_names(incomplete: str) -> list[str]:
-    from kvlib.study.execution import home
-
-    return sorted(
-        p.parent.name for p in (home() / "results").glob("*/run.json") if p.parent.name.startswith(incomplete)
-    )
-
-
-NotebookArgument = Annotated[
-    str | None,
-    typer.Argument(
-        help="one notebook, such as 01_screening; all, then the book, when left out",
-        autocompletion=_notebook_names,
-    ),
-]
-ProfileOption = Annotated[
-    str | None,
-    typer.Option(
-        help="a profile's name or a path to a YAML file; the run's own, else laptop",
-        autocompletion=_profile_names,
-    ),
-]
-RunOption = Annotated[
-    str | None, typer.Option(help="the run's name, a folder under results/; the profile's name when left out")
-]
-PairsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "-p", "--parameter", metavar="NAME VALUE", help="a notebook parameter; may be given several times"
-    ),
-]
-RunArgument = Annotated[
-    str, typer.Argument(help="the run's name, a folder under results/", autocompletion=_run_names)
-]
 
 
 @app.callback()
@@ -103,12 +66,12 @@ def run(
         raise KvlibError(
             "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
         )
-    profile = profile or _profile_of(run) or "laptop"
+    profile = profile or profile_of(run) or "laptop"
     settings, from_here = load_profile(profile), profile
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
     run = settings.name if run is None else run
-    folder = _run_folder(run)
+    folder = run_folder_of(run)
     values = values_by_script(chosen, texts)
     started = time.monotonic()
     with run_lock(folder):
@@ -136,7 +99,7 @@ def run(
 def evidence(
     run: Annotated[
         str | None,
-        typer.Argument(help="the run's name; the profile's when left out", autocompletion=_run_names),
+        typer.Argument(help="the run's name; the profile's when left out", autocompletion=run_names),
     ] = None,
     profile: ProfileOption = None,
     attacks: Annotated[
@@ -150,8 +113,8 @@ def evidence(
     from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
     run = load_profile(profile or "laptop").name if run is None else run
-    folder = _existing_run(run)
-    profile = profile or _profile_of(run)
+    folder = existing_run(run)
+    profile = profile or profile_of(run)
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
     started, script = time.monotonic(), execution.script_of(NOTEBOOKS["evidence"])
@@ -161,7 +124,7 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
-        opened = Run.open(_profile_of(run), run, results=folder.parent)
+        opened = Run.open(profile_of(run), run, results=folder.parent)
         if attacks:
             _attack(opened)
         if not all(opened.finished(stage) for stage in STAGES):
@@ -190,7 +153,7 @@ def book(run: RunArgument) -> None:
     """Build the book of a run that is finished."""
     from kvlib.study.records import run_lock
 
-    with run_lock(_existing_run(run)):
+    with run_lock(existing_run(run)):
         _build(run)
 
 
@@ -200,98 +163,6 @@ def fetch(profile: ProfileOption = None) -> None:
     from kvlib.study.profile import load_profile
 
     _fetch(load_profile(profile or "laptop"), say_found=True)
-
-
-@app.command()
-def params(
-    notebook: Annotated[
-        str, typer.Argument(help="a notebook, such as 01_screening", autocompletion=_notebook_names)
-    ],
-) -> None:
-    """List a notebook's parameters: names, types, defaults, meanings."""
-    from kvlib.study.execution import script_of
-    from kvlib.study.parameters import script_parameters
-
-    rows = [
-        (p.name, p.type, _shown(p.default), p.meaning)
-        for p in script_parameters(script_of(notebook)).values()
-    ]
-    table(("name", "type", "default", "meaning"), rows)
-
-
-@app.command()
-def arms(profile: ProfileOption = None) -> None:
-    """List the arms that a profile screens."""
-    from kvlib.study.arms import chosen_arms
-    from kvlib.study.profile import load_profile
-
-    rows = [
-        (a.id, a.base, a.residual, a.features, a.rank, f"{a.learning_rate:g}", a.warmup_steps)
-        for a in chosen_arms(load_profile(profile or "laptop").screening)
-    ]
-    table(("arm", "base", "residual", "features", "rank", "learning rate", "warm-up steps"), rows)
-
-
-@app.command()
-def profiles() -> None:
-    """List the profiles."""
-    from kvlib.study.profile import load_profile, profile_names
-
-    table(("profile", "what it is"), [(name, load_profile(name).label) for name in profile_names()])
-
-
-@app.command()
-def status(run: RunArgument) -> None:
-    """Say which stages of a run are done, how long they took, and what is left."""
-    from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run
-
-    folder = _existing_run(run)
-    opened = Run.open(_profile_of(run), run, results=folder.parent)
-    rows = []
-    for stage in (*STAGES, *(extra for extra in EXTRA if (folder / extra).exists())):
-        summary = opened.finished(stage)
-        if summary:
-            state, took = "done", duration(summary["duration_s"])
-        else:
-            there = (folder / stage).exists()
-            state = (
-                "made with other settings"
-                if (folder / stage / "summary.json").exists()
-                else "begun"
-                if there
-                else "to do"
-            )
-            took = ""
-        rows.append((NOTEBOOKS[stage], state, took))
-    typer.echo(f"run {run} of profile {opened.profile.name}, {_activity(run, folder)}")
-    if opened.overrides:
-        typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
-    table(("notebook", "state", "took"), rows)
-
-
-@app.command()
-def verify(run: RunArgument) -> None:
-    """Recompute every published number of a run from its records, check every hash, say what does not match."""
-    from kvlib.study.records import run_lock
-    from kvlib.study.verification import verify as verified
-
-    folder = _existing_run(run)
-    # Nothing is written, so that a copy that only can be read is no obstacle.
-    with run_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
-        checks = verified(folder)
-    table(
-        ("check", "compared", "result"),
-        [(check.name, f"{check.checked:,}", check.result) for check in checks],
-    )
-    found = [f"{check.name}: {mismatch}" for check in checks for mismatch in check.mismatches]
-    for mismatch in found:
-        typer.echo(mismatch)
-    compared = sum(check.checked for check in checks)
-    if found:
-        typer.echo(f"{len(found):,} of {compared:,} do not match")
-        raise typer.Exit(FAILURE)
-    ran = sum(check.checked > 0 for check in checks)
-    typer.echo(f"everything matches: {compared:,} numbers and hashes in {ran} checks")
 
 
 @app.command()
@@ -313,40 +184,6 @@ def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
             f"--{name} {option} and -p {name} {given} were both given, expected one {name}: leave one out"
         )
     return option if given is None else given
-
-
-def _profile_of(run: str | None) -> str | None:
-    """What a run that exists was made from: a profile's name, or a path to a YAML file."""
-    from kvlib.study.execution import home
-    from kvlib.study.records import read_record
-
-    path = _run_folder(run) / "run.json" if run is not None else None
-    if path is None or not path.exists():
-        return None
-    record = read_record(path, "profile")
-    source = record.get("source", record["profile"])
-    return str(home() / source) if source.endswith((".yaml", ".yml")) else source
-
-
-def _run_folder(run: str) -> Path:
-    from kvlib.study.execution import run_folder
-
-    if not run or run != Path(run).name or run.startswith("."):
-        raise KvlibError(f"run name {run!r} given, expected a plain folder name such as 'laptop'")
-    return run_folder(run)
-
-
-def _existing_run(run: str) -> Path:
-    from kvlib.study.parameters import suggestion
-
-    folder = _run_folder(run)
-    if not (folder / "run.json").exists():
-        known = _run_names("")
-        raise KvlibError(
-            f"there is no run {run!r}, expected one of {', '.join(known) or 'none yet'}"
-            f"{suggestion(run, known)}; `python -m kvlib run --profile quick` makes one"
-        )
-    return folder
 
 
 def _fetch(settings, say_found: bool = False) -> None:
@@ -382,7 +219,7 @@ def _build(run: str, note: str = "") -> None:
 
     started = time.monotonic()
     say("[book] …")
-    index, built = build_if_stale(_run_folder(run))
+    index, built = build_if_stale(run_folder_of(run))
     took = f"built in {duration(time.monotonic() - started)}"
     say(f"[book]: {took if built else 'nothing has changed since it was built'}")
     if note:
@@ -390,22 +227,8 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-def _activity(run: str, folder: Path) -> str:
-    """What a run is doing now, from its lock and its kernel's progress."""
-    from kvlib.study.display import describe
-    from kvlib.study.execution import running_state
-    from kvlib.study.records import run_lock
-
-    try:
-        with run_lock(folder):
-            return "nothing running"
-    except KvlibError:
-        state = running_state(run)
-        return f"running: {state['stage']}, {describe(state)}" if state else "in use by another process"
-
-
-def _shown(value) -> str:
-    return "null" if value is None else str(value)
+for look in (params, arms, profiles, status, verify):
+    app.command()(look)
 
 
 def main() -> None:

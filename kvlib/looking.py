@@ -1,0 +1,117 @@
+"""Commands that only look: at parameters, arms, profiles and runs."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlib.errors import KvlibError
+from kvlib.options import ProfileOption, RunArgument, existing_run, notebook_names, profile_of
+from kvlib.study.display import duration
+from kvlib.terminal import FAILURE, table
+
+
+def params(
+    notebook: Annotated[
+        str, typer.Argument(help="a notebook, such as 01_screening", autocompletion=notebook_names)
+    ],
+) -> None:
+    """List a notebook's parameters: names, types, defaults, meanings."""
+    from kvlib.study.execution import script_of
+    from kvlib.study.parameters import script_parameters
+
+    rows = [
+        (p.name, p.type, shown(p.default), p.meaning) for p in script_parameters(script_of(notebook)).values()
+    ]
+    table(("name", "type", "default", "meaning"), rows)
+
+
+def arms(profile: ProfileOption = None) -> None:
+    """List the arms that a profile screens."""
+    from kvlib.study.arms import chosen_arms
+    from kvlib.study.profile import load_profile
+
+    rows = [
+        (a.id, a.base, a.residual, a.features, a.rank, f"{a.learning_rate:g}", a.warmup_steps)
+        for a in chosen_arms(load_profile(profile or "laptop").screening)
+    ]
+    table(("arm", "base", "residual", "features", "rank", "learning rate", "warm-up steps"), rows)
+
+
+def profiles() -> None:
+    """List the profiles."""
+    from kvlib.study.profile import load_profile, profile_names
+
+    table(("profile", "what it is"), [(name, load_profile(name).label) for name in profile_names()])
+
+
+def status(run: RunArgument) -> None:
+    """Say which stages of a run are done, how long they took, and what is left."""
+    from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run
+
+    folder = existing_run(run)
+    opened = Run.open(profile_of(run), run, results=folder.parent)
+    rows = []
+    for stage in (*STAGES, *(extra for extra in EXTRA if (folder / extra).exists())):
+        summary = opened.finished(stage)
+        if summary:
+            state, took = "done", duration(summary["duration_s"])
+        else:
+            there = (folder / stage).exists()
+            state = (
+                "made with other settings"
+                if (folder / stage / "summary.json").exists()
+                else "begun"
+                if there
+                else "to do"
+            )
+            took = ""
+        rows.append((NOTEBOOKS[stage], state, took))
+    typer.echo(f"run {run} of profile {opened.profile.name}, {activity(run, folder)}")
+    if opened.overrides:
+        typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
+    table(("notebook", "state", "took"), rows)
+
+
+def verify(run: RunArgument) -> None:
+    """Recompute every published number of a run from its records, check every hash, say what does not match."""
+    from kvlib.study.records import run_lock
+    from kvlib.study.verification import verify as verified
+
+    folder = existing_run(run)
+    # Nothing is written, so that a copy that only can be read is no obstacle.
+    with run_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
+        checks = verified(folder)
+    table(
+        ("check", "compared", "result"),
+        [(check.name, f"{check.checked:,}", check.result) for check in checks],
+    )
+    found = [f"{check.name}: {mismatch}" for check in checks for mismatch in check.mismatches]
+    for mismatch in found:
+        typer.echo(mismatch)
+    compared = sum(check.checked for check in checks)
+    if found:
+        typer.echo(f"{len(found):,} of {compared:,} do not match")
+        raise typer.Exit(FAILURE)
+    ran = sum(check.checked > 0 for check in checks)
+    typer.echo(f"everything matches: {compared:,} numbers and hashes in {ran} checks")
+
+
+def activity(run: str, folder: Path) -> str:
+    """What a run is doing now, from its lock and its kernel's progress."""
+    from kvlib.study.display import describe
+    from kvlib.study.execution import running_state
+    from kvlib.study.records import run_lock
+
+    try:
+        with run_lock(folder):
+            return "nothing running"
+    except KvlibError:
+        state = running_state(run)
+        return f"running: {state['stage']}, {describe(state)}" if state else "in use by another process"
+
+
+def shown(value) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,90 @@
+"""Arguments and options that several commands share, and the runs that they name."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvlib.errors import KvlibError
+
+
+def notebook_names(incomplete: str) -> list[str]:
+    from kvlib.study.execution import extra_scripts, scripts
+
+    return [name for name in (*scripts(), *extra_scripts()) if name.startswith(incomplete)]
+
+
+def profile_names_like(incomplete: str) -> list[str]:
+    from kvlib.study.profile import profile_names
+
+    return [name for name in profile_names() if name.startswith(incomplete)]
+
+
+def run_names(incomplete: str) -> list[str]:
+    from kvlib.study.execution import home
+
+    return sorted(
+        p.parent.name for p in (home() / "results").glob("*/run.json") if p.parent.name.startswith(incomplete)
+    )
+
+
+NotebookArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="one notebook, such as 01_screening; all, then the book, when left out",
+        autocompletion=notebook_names,
+    ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        help="a profile's name or a path to a YAML file; the run's own, else laptop",
+        autocompletion=profile_names_like,
+    ),
+]
+RunOption = Annotated[
+    str | None, typer.Option(help="the run's name, a folder under results/; the profile's name when left out")
+]
+PairsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-p", "--parameter", metavar="NAME VALUE", help="a notebook parameter; may be given several times"
+    ),
+]
+RunArgument = Annotated[
+    str, typer.Argument(help="the run's name, a folder under results/", autocompletion=run_names)
+]
+
+
+def profile_of(run: str | None) -> str | None:
+    """What a run that exists was made from: a profile's name, or a path to a YAML file."""
+    from kvlib.study.execution import home
+    from kvlib.study.records import read_record
+
+    path = run_folder_of(run) / "run.json" if run is not None else None
+    if path is None or not path.exists():
+        return None
+    record = read_record(path, "profile")
+    source = record.get("source", record["profile"])
+    return str(home() / source) if source.endswith((".yaml", ".yml")) else source
+
+
+def run_folder_of(run: str) -> Path:
+    from kvlib.study.execution import run_folder
+
+    if not run or run != Path(run).name or run.startswith("."):
+        raise KvlibError(f"run name {run!r} given, expected a plain folder name such as 'laptop'")
+    return run_folder(run)
+
+
+def existing_run(run: str) -> Path:
+    from kvlib.study.parameters import suggestion
+
+    folder = run_folder_of(run)
+    if not (folder / "run.json").exists():
+        known = run_names("")
+        raise KvlibError(
+            f"there is no run {run!r}, expected one of {', '.join(known) or 'none yet'}"
+            f"{suggestion(run, known)}; `python -m kvlib run --profile quick` makes one"
+        )
+    return folder
