@@ -134,12 +134,15 @@ def test_a_stopped_command_takes_its_kernel_along(script, tmp_path, number, stat
         [sys.executable, "-c", COMMAND, str(tmp_path), "run", "00_test", "--profile", "smoke"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    kernel = int(wait_for(lambda: mark.exists() and mark.read_text(), 60))
-    process.send_signal(number)
-    said = process.communicate(timeout=30)[1]
+    try:
+        kernel = int(wait_for(lambda: mark.exists() and mark.read_text(), 120))
+        process.send_signal(number)
+        said = process.communicate(timeout=90)[1]
+    finally:  # a command that did not stop would go on for ever, and its kernel with it
+        process.kill()
     assert process.returncode == status
     assert word in said and "Traceback" not in said and "Kernel died" not in said
-    assert wait_for(lambda: not alive(kernel), 10)
+    assert wait_for(lambda: not alive(kernel), 30)
     if word:
         assert "finished work is kept" in said
         assert not list((tmp_path / "home").rglob(".partial-*"))
