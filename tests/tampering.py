@@ -1,12 +1,17 @@
-"""What a forger does to the records of a run: one change at a time, every file written back as valid as it was."""
+"""What a forger does to the records of a run: a careful one writes them back sealed, a plain one edits the files."""
 
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvlib.maps.base import hash_map
 from kvlib.study.corpus import Article, load_articles, save_articles
 from kvlib.study.final_tables import per_prompt, summarise_final
+from kvlib.study.folders import SEALS
 from kvlib.study.freezing import model_files
 from kvlib.study.partitions import hash_text
 from kvlib.study.records import (
@@ -15,24 +20,24 @@ from kvlib.study.records import (
     read_json,
     read_lines,
     read_table,
-    read_tensors,
     sha256_file,
     write_json,
     write_table,
-    write_tensors,
 )
 from kvlib.study.verification.reading import recorded_run
 
 SUMMARY = "summary.json"
+LEDGER = "frozen_evaluation/ledger.jsonl"
 
 
 def edit(path: str, change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Change a JSON record, and nothing else."""
+    """Change a JSON record, sealed again, and nothing else. `path` may be a pattern."""
 
     def tamper(folder: Path) -> None:
-        value = read_json(folder / path)
+        place = next(folder.glob(path))
+        value = read_json(place)
         change(value)
-        write_json(folder / path, value)
+        write_json(place, value)
 
     return tamper
 
@@ -73,12 +78,27 @@ def refreeze(folder: Path) -> None:
     write_json(path, {**manifest, "hash": stated})
     edit(f"confirmation/{SUMMARY}", lambda s: s.update(manifest_hash=stated))(folder)
     rehash("confirmation")(folder)
-    for stage in ("frozen_evaluation", "latency"):
+    for stage in ("frozen_evaluation", "latency", "evidence"):
         edit(f"{stage}/{SUMMARY}", lambda s: s.update(frozen=stated))(folder)
-    lines = read_lines(folder / "frozen_evaluation" / "ledger.jsonl")
-    (folder / "frozen_evaluation" / "ledger.jsonl").unlink()
-    for line in lines:
-        append_line(folder / "frozen_evaluation" / "ledger.jsonl", {**line, "manifest": stated})
+    edit_lines(lambda lines: [line.update(manifest=stated) for line in lines])(folder)
+
+
+def edit_lines(change: Callable[[list[dict]], object]) -> Callable[[Path], None]:
+    """Change the ledger, its lines chained again."""
+
+    def tamper(folder: Path) -> None:
+        lines = read_lines(folder / LEDGER)
+        change(lines)
+        (folder / LEDGER).write_text("")
+        for line in lines:
+            append_line(folder / LEDGER, line)
+
+    return tamper
+
+
+def swap_tables(first: str, second: str) -> Callable[[Path], None]:
+    """The second table in the first one's place, sealed for it."""
+    return lambda folder: write_table(next(folder.glob(first)), read_table(next(folder.glob(second))))
 
 
 def swap(first: str, second: str) -> Callable[[Path], None]:
@@ -86,16 +106,29 @@ def swap(first: str, second: str) -> Callable[[Path], None]:
 
 
 def edit_map(path: str, change: Callable[[dict, dict], object]) -> Callable[[Path], None]:
-    """Change a map's tensors or what it says of itself."""
+    """Change a map's tensors or what it says of itself, and the hash of both in it."""
 
     def tamper(folder: Path) -> None:
         place = next(folder.glob(path))
-        tensors, metadata = read_tensors(place)
-        described = json.loads(metadata["kvlib"])
+        tensors, described = read_safetensors(place)
         change(tensors, described)
-        write_tensors(place, tensors, {"kvlib": json.dumps(described, sort_keys=True)})
+        described["sha256"] = hash_map(described, tensors)
+        save_file(tensors, place, {"kvlib": json.dumps(described, sort_keys=True)})
 
     return tamper
+
+
+def read_safetensors(path: Path) -> tuple[dict, dict]:
+    """(tensors, what kvlib wrote beside them; nothing where that is nothing)."""
+    with safe_open(path, framework="pt") as file:
+        described = json.loads((file.metadata() or {}).get("kvlib", "{}"))
+        return {name: file.get_tensor(name) for name in file.keys()}, described
+
+
+def seal_folder(folder: Path) -> None:
+    """The hashes of a folder's files as they are now."""
+    names = [path for path in folder.rglob("*") if path.is_file() and path.name != SEALS]
+    write_json(folder / SEALS, {"files": {str(p.relative_to(folder)): sha256_file(p) for p in names}})
 
 
 def reword_article(folder: Path) -> None:
@@ -105,11 +138,12 @@ def reword_article(folder: Path) -> None:
 
 
 def nudge_weights(folder: Path) -> None:
-    """Other weights of the source, with their hash in a manifest that is consistent again."""
+    """Other weights of the source, with their hash in its folder and in a manifest that is consistent again."""
     path = folder / "pair" / "source" / "model.safetensors"
-    tensors, metadata = read_tensors(path)
+    tensors, _ = read_safetensors(path)
     tensors["lm_head.weight"][0, 0] += 0.5
-    write_tensors(path, tensors, metadata)
+    save_file(tensors, path, {"format": "pt"})
+    seal_folder(path.parent)
     files = model_files(recorded_run(folder))
     edit("confirmation/manifest.json", lambda m: m.update(models=files))(folder)
     refreeze(folder)
@@ -140,19 +174,18 @@ def move_item(folder: Path) -> None:
     refreeze(folder)
 
 
-def drop_line(folder: Path) -> None:
-    (folder / "frozen_evaluation" / "ledger.jsonl").write_text("")
+def drop_lines(folder: Path) -> None:
+    (folder / LEDGER).write_text("")
 
 
-def foreign_line(folder: Path) -> None:
-    path = folder / "frozen_evaluation" / "ledger.jsonl"
-    append_line(path, {**read_lines(path)[0], "manifest": "0" * 64})
-    edit("frozen_evaluation/made.json", lambda m: m.update(opened=2))(folder)
+def tell_again(folder: Path) -> None:
+    edit_lines(lambda lines: lines.append(lines[0]))(folder)
 
 
-def backdate_line(folder: Path) -> None:
-    path = folder / "frozen_evaluation" / "ledger.jsonl"
-    append_line(path, {**read_lines(path)[0], "opened": "2001-01-01T00:00:00+00:00"})
+def backdate(folder: Path) -> None:
+    """A further opening, before all the others."""
+    earlier = {"opening": "f" * 32, "opened": "2001-01-01T00:00:00+00:00"}
+    edit_lines(lambda lines: lines.append({**lines[0], **earlier}))(folder)
     edit("frozen_evaluation/made.json", lambda m: m.update(opened=2))(folder)
 
 
@@ -201,11 +234,6 @@ def flip(value):
 
 def append_byte(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
-
-
-def place(folder: Path, pattern: str) -> str:
-    """The one file that a pattern means, by its place in the run."""
-    return str(next(folder.glob(pattern)).relative_to(folder))
 
 
 def swap_values(records: str, first: int, second: int, key: str) -> Callable[[dict], None]:

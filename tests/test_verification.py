@@ -8,37 +8,41 @@ from pathlib import Path
 
 import pytest
 import torch
+from tampered_evidence import EVIDENCE
+from tampered_files import EDITED, edit_plainly
 from tampering import (
     SUMMARY,
     append_byte,
-    backdate_line,
+    backdate,
     better_everywhere,
     both,
-    drop_line,
+    drop_lines,
     drop_row,
     edit,
+    edit_lines,
     edit_map,
     edit_table,
     flip,
-    foreign_line,
     freeze_maps_again,
     move_item,
     nudge,
     nudge_weights,
-    place,
     refreeze,
     rehash,
     reword_article,
     set_at,
     swap,
+    swap_tables,
     swap_values,
+    tell_again,
 )  # fmt: skip
 
 from kvlib import KvlibError
 from kvlib.cli import app
 from kvlib.study import execution
+from kvlib.study.evidence import run_evidence
 from kvlib.study.records import read_table, write_json, write_table
-from kvlib.study.run import HOME_VARIABLE, NOTEBOOKS, STAGES
+from kvlib.study.run import EXTRA, HOME_VARIABLE, NOTEBOOKS, STAGES
 from kvlib.study.stages import (
     open_run,
     run_confirmation,
@@ -55,21 +59,33 @@ from kvlib.terminal import FAILURE, MISTAKE, run_app
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """The folder of a smoke run, every stage of it, with a notebook for each as papermill leaves them."""
+    """The folder of a smoke run, every stage of it, the evidence too, with a notebook for each as papermill leaves them."""
     home, threads = tmp_path_factory.mktemp("verified"), torch.get_num_threads()
     torch.set_num_threads(1)
     run = open_run("smoke", results=home / "results", **{"latency.memory": False})
-    for stage in (run_pair, run_screening, run_confirmation, run_frozen_evaluation, run_latency):
+    for stage in (
+        run_pair,
+        run_screening,
+        run_confirmation,
+        run_frozen_evaluation,
+        run_latency,
+        run_evidence,
+    ):
         stage(run)
     torch.set_num_threads(threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(HOME_VARIABLE, str(home))
-        for name in (*(NOTEBOOKS[stage] for stage in STAGES), "10_study_and_run"):  # one of no stage
+        for name in (
+            *(NOTEBOOKS[stage] for stage in (*STAGES, *EXTRA)),
+            "10_study_and_run",
+        ):  # one of no stage
             notebook = {
                 "cells": [{"cell_type": "code", "outputs": [{"output_type": "stream", "text": "fine"}]}],
                 "metadata": {"kvlib": {"inputs": "-", "records": execution._records_key(name, "smoke")}},
             }
-            write_json(run.folder / "notebooks" / f"{name}.ipynb", notebook)
+            path = run.folder / "notebooks" / f"{name}.ipynb"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(notebook))
     return run.folder
 
 
@@ -95,6 +111,8 @@ def test_an_opened_run_is_taken_as_well_as_its_folder(made):
 
 
 ARM = "screening/arms/direct-linear-own-r8-lr0.003-w4-*"
+# What ran under the frozen manifest is of no use to another one.
+UNDER = {"ledger", "final evaluation", "latency", "evidence"}
 FINAL, SCREEN, CONFIRM = "frozen_evaluation", "screening", "confirmation"
 ORACLE = ("forcing", "oracle")
 
@@ -107,7 +125,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "latency/summary.json, key",
     ),
     "a run.json of another type": (
-        lambda folder: write_json(folder / "run.json", [1, 2]),
+        lambda folder: (folder / "run.json").write_text("[1, 2]"),
         {"settings"},
         "holds a list",
     ),
@@ -136,7 +154,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     # files
     "a byte more": (
         lambda folder: append_byte(folder / CONFIRM / "learned.safetensors"),
-        {"files", "manifest", "confirmation", "frozen maps", "final evaluation"},
+        {"files", "manifest", "confirmation", "frozen maps", "final evaluation", "evidence"},
         "learned.safetensors",
     ),
     "a hash": (
@@ -183,27 +201,31 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     # partitions
     "an item changed": (
         edit("pair/partitions.json", set_at("partitions", "final", "items", 0, "start_character", 1)),
-        {"files", "partitions", "final evaluation"},
+        {"files", "partitions", "final evaluation", "evidence"},
         "partition final",
     ),
     "an item moved, every hash made anew": (
         move_item,
-        {"partitions", "final evaluation", "latency"},
+        {"partitions", *UNDER},
         "partitions.final.items[0].start_character",
     ),
-    "an article reworded": (reword_article, {"partitions", "pair", "final evaluation"}, "has hash"),
+    "an article reworded": (
+        reword_article,
+        {"partitions", "pair", "final evaluation", "evidence"},
+        "has hash",
+    ),
     "an article in two partitions": (
         edit(
             "pair/partitions.json",
             lambda p: p["partitions"]["final"]["articles"].append(p["partitions"]["build"]["articles"][0]),
         ),
-        {"files", "partitions", "final evaluation"},
+        {"files", "partitions", "final evaluation", "evidence"},
         "expected it in one of them",
     ),
     # the pair
     "other weights, their hash in the manifest": (
         nudge_weights,
-        {"models", "latency", "final evaluation"},
+        {"models", *UNDER},
         "source.fingerprint",
     ),
     "more parameters": (
@@ -284,17 +306,17 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         'phase[0]: found "kl", expected "warmup"',
     ),
     "an arm's own scores": (
-        lambda folder: edit(place(folder, f"{ARM}/scored-00012-1.0.json"), set_at("kl32", 0, 0.0))(folder),
+        edit(f"{ARM}/scored-00012-1.0.json", set_at("kl32", 0, 0.0)),
         {"screening"},
         "validation.parquet",
     ),
     "an arm's status": (
-        lambda folder: edit(place(folder, f"{ARM}/trained.json"), set_at("status", "not_finite"))(folder),
+        edit(f"{ARM}/trained.json", set_at("status", "not_finite")),
         {"screening"},
         "trained.json",
     ),
     "an arm's parameters": (
-        lambda folder: edit(place(folder, f"{ARM}/trained.json"), set_at("parameters", 5))(folder),
+        edit(f"{ARM}/trained.json", set_at("parameters", 5)),
         {"screening"},
         "expected 5",
     ),
@@ -314,11 +336,19 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "direct-linear-own-r8-lr0.003-w4",
     ),
     "a window that was not cached": (
-        lambda folder: edit(place(folder, f"{SCREEN}/windows-*/windows.json"), set_at("complete", 11))(
-            folder
-        ),
+        edit(f"{SCREEN}/windows-*/windows.json", lambda w: w["checksums"].pop()),
         {"screening"},
-        "complete: found 11, expected 12",
+        "checksums: found 11, expected 12",
+    ),
+    "windows of other text": (
+        edit(f"{CONFIRM}/windows-*/windows.json", set_at("windows", "5" * 64)),
+        {"confirmation"},
+        "windows.json, windows",
+    ),
+    "the caches of the windows taken away": (
+        lambda folder: next(folder.glob(f"{CONFIRM}/windows-*/target.bin")).unlink(),
+        {"confirmation"},
+        "target.bin: found no file",
     ),
     # confirmation
     "a seed's KL": (
@@ -355,7 +385,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         both(
             swap(f"{CONFIRM}/learned.safetensors", f"{CONFIRM}/wrong_trained.safetensors"), freeze_maps_again
         ),
-        {"frozen maps", "latency", "final evaluation"},
+        {"frozen maps", *UNDER},
         "learned.safetensors, provenance",
     ),
     "a map's weight, hashed anew": (
@@ -363,7 +393,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
             edit_map(f"{CONFIRM}/learned.safetensors", lambda t, _: t["key_right"].mul_(1.01)),
             freeze_maps_again,
         ),
-        {"frozen maps", "latency", "final evaluation"},
+        {"frozen maps", *UNDER},
         "key_right: found other numbers",
     ),
     "a map's scale, hashed anew": (
@@ -371,7 +401,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
             edit_map(f"{CONFIRM}/learned.safetensors", lambda _, d: d["settings"].update(scale=0.9)),
             freeze_maps_again,
         ),
-        {"frozen maps", "latency", "final evaluation"},
+        {"frozen maps", *UNDER},
         "settings.scale",
     ),
     "a map of another pair": (
@@ -387,17 +417,17 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     "the manifest's rule, hashed anew everywhere": (
         both(edit(f"{CONFIRM}/manifest.json", set_at("rule", "the luckiest seed")), refreeze),
-        {"manifest", "latency", "final evaluation"},
+        {"manifest", *UNDER},
         "the decision rule",
     ),
     "the manifest's code, hashed anew everywhere": (
         both(edit(f"{CONFIRM}/manifest.json", set_at("kvlib", "1" * 64)), refreeze),
-        {"manifest", "ledger", "latency", "final evaluation"},
+        {"manifest", *UNDER},
         "kvlib's code",
     ),
     "the manifest's hash in the summary": (
         edit(f"{CONFIRM}/{SUMMARY}", set_at("manifest_hash", "2" * 64)),
-        {"manifest", "confirmation"},
+        {"manifest", "confirmation", "evidence"},
         "manifest_hash",
     ),
     "what the latency ran under": (
@@ -406,9 +436,30 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "latency/summary.json, frozen",
     ),
     # ledger
-    "a line of the ledger": (drop_line, {"ledger"}, "found no line"),
-    "an opening under another manifest": (foreign_line, {"ledger"}, "last opening, manifest"),
-    "an opening in the past": (backdate_line, {"ledger"}, "do not follow one another"),
+    "the lines of the ledger": (drop_lines, {"ledger"}, "found no line"),
+    "the line of the evaluation": (
+        edit_lines(lambda lines: lines.pop(0)),
+        {"ledger"},
+        "found no line of the opening",
+    ),
+    "the line of the evidence": (
+        edit_lines(lambda lines: lines.pop(1)),
+        {"ledger"},
+        "found no line of the opening",
+    ),
+    "an opening under another manifest": (
+        edit_lines(set_at(0, "manifest", "0" * 64)),
+        {"ledger"},
+        f'manifest: found "{"0" * 64}"',
+    ),
+    "an opening by other code": (edit_lines(set_at(0, "kvlib", "0" * 64)), {"ledger"}, "kvlib: found"),
+    "an opening told twice": (tell_again, {"ledger"}, "openings told twice: found 1"),
+    "an opening in the past": (backdate, {"ledger"}, "do not follow one another"),
+    "another opening's work": (
+        edit(f"{FINAL}/work-*/opening.json", set_at("opening", "e" * 32)),
+        {"ledger"},
+        "found no line of the opening",
+    ),
     "the count of openings": (edit(f"{FINAL}/made.json", set_at("opened", 5)), {"ledger"}, "opened: found 5"),
     # final evaluation
     "a final mean": (
@@ -484,13 +535,13 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "steps.parquet, column kl",
     ),
     "a batch in another's place": (
-        swap(f"{FINAL}/work-*/steps-0000.parquet", f"{FINAL}/work-*/steps-0004.parquet"),
+        swap_tables(f"{FINAL}/work-*/steps-0000.parquet", f"{FINAL}/work-*/steps-0004.parquet"),
         {"final evaluation"},
         "does not hold every step of prompts 0 to 3",
     ),
     "divergences below zero, in every record alike": (
         better_everywhere,
-        {"final evaluation"},
+        {"final evaluation", "evidence"},
         "expected no less than",
     ),
     # latency
@@ -521,7 +572,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     # notebooks
     "a notebook with an error": (
-        edit(
+        edit_plainly(
             "notebooks/02_confirmation.ipynb",
             set_at("cells", 0, "outputs", [{"output_type": "error", "ename": "ValueError"}]),
         ),
@@ -529,7 +580,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "02_confirmation.ipynb, errors",
     ),
     "a notebook of other records": (
-        edit(
+        edit_plainly(
             "notebooks/03_frozen_evaluation.ipynb",
             set_at("metadata", "kvlib", "records", "run.json", "4" * 64),
         ),
@@ -537,11 +588,18 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         "the run.json that it was made from",
     ),
     "a notebook that does not say what it read": (
-        edit("notebooks/04_latency.ipynb", set_at("metadata", {})),
+        edit_plainly("notebooks/04_latency.ipynb", set_at("metadata", {})),
         {"notebooks"},
         "KeyError: 'kvlib'",
     ),
 }
+
+
+# A change of evidence concerns evidence alone.
+TAMPERINGS |= {
+    f"{name}, in evidence": (tamper, {"evidence"}, said) for name, (tamper, said) in EVIDENCE.items()
+}
+TAMPERINGS |= {f"{name}, in an editor": tampering for name, tampering in EDITED.items()}
 
 
 @pytest.mark.parametrize("name", TAMPERINGS)
@@ -560,7 +618,7 @@ def spoilt(path: Path, number: int) -> Callable[[], object]:
     if path.suffix == ".parquet" and number % 2:
         return lambda: write_table(path, read_table(path).iloc[:, 1:])
     if path.suffix in (".json", ".ipynb") and number % 3:
-        return lambda: write_json(path, [[], {"a": {"b": 1}}][number % 3 - 1])
+        return lambda: path.write_text(json.dumps([[], {"a": {"b": 1}}][number % 3 - 1]))
     return lambda: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
@@ -578,6 +636,8 @@ def test_a_damaged_record_is_a_mismatch_and_never_a_trace(copy):
     files += [
         next(copy.glob("frozen_evaluation/work-*/controls-*.parquet")),
         *copy.glob("latency/parts/*32-*"),
+        next(copy.glob("evidence/work-*/ablation-off-*.parquet")),
+        next(copy.glob("evidence/work-*/quality.parquet")),
     ]
     assert len(files) > 40
     for number, path in enumerate(files):
@@ -599,6 +659,7 @@ def test_a_damaged_record_is_a_mismatch_and_never_a_trace(copy):
         (FINAL, "forcing"),
         ("latency", "gates"),
         ("latency", "rows"),
+        ("evidence", "lengths"),
     ],
 )
 def test_a_number_where_a_record_belongs_is_a_mismatch(copy, stage, key):
@@ -607,13 +668,19 @@ def test_a_number_where_a_record_belongs_is_a_mismatch(copy, stage, key):
 
 
 def test_what_has_not_been_run_is_no_mismatch(copy):
-    for stage in ("latency", "frozen_evaluation"):
+    for stage in ("evidence", "latency", "frozen_evaluation"):
         shutil.rmtree(copy / stage)
         (copy / "notebooks" / f"{NOTEBOOKS[stage]}.ipynb").unlink()
         (copy / "notebooks" / "10_study_and_run.ipynb").unlink(missing_ok=True)
         results = {check.name: check.result for check in verify(copy)}
-        assert results["latency"] == "not run yet" and {*results.values()} == {"matches", "not run yet"}
-    assert results["final evaluation"] == results["decision"] == results["ledger"] == "not run yet"
+        assert results["evidence"] == "not run yet" and {*results.values()} == {"matches", "not run yet"}
+    assert (
+        results["latency"]
+        == results["final evaluation"]
+        == results["decision"]
+        == results["ledger"]
+        == "not run yet"
+    )
 
 
 def test_a_run_that_has_only_begun_has_nothing_to_compare(tmp_path):

@@ -43,6 +43,11 @@ def variants(cache_map: ResidualMap) -> dict[tuple[str, int], ResidualMap]:
     return found
 
 
+def variant_file(which: str, layer: int) -> str:
+    """Where a variant's scores are kept."""
+    return f"ablation-{which}.parquet" if layer < 0 else f"ablation-{which}-{layer:03d}.parquet"
+
+
 def ablation_units(layers: int, prompts: int) -> float:
     """What the ablations cost, in training steps."""
     return (len(WHOLE) + 2 * layers) * prompts * SCORE_STEPS
@@ -52,9 +57,8 @@ def measure_ablation(scorer: Scorer, cache_map: ResidualMap, work: Path, progres
     """One row per variant and validation prompt (`COLUMNS`)."""
     tables = []
     for (which, layer), variant in variants(cache_map).items():
-        name = which if layer < 0 else f"{which}-{layer:03d}"
         table = kept_scores(
-            work / f"ablation-{name}.parquet", range(scorer.prompts), lambda variant=variant: scorer.table(variant),
+            work / variant_file(which, layer), range(scorer.prompts), lambda variant=variant: scorer.table(variant),
             progress, scorer.prompts * SCORE_STEPS, f"correction {which.replace('_', ' ')}{f', layer {layer}' if layer >= 0 else ''}",
         )  # fmt: skip
         tables.append(table.assign(which=which, layer=layer))

@@ -33,7 +33,12 @@ def kept_scores(
         progress.advance(units, note)
     else:
         progress.skip(units)
-    table = read_table(path)
+    return read_scores(path, wanted, paths)
+
+
+def read_scores(path: Path, prompts: Iterable[int], paths: Iterable[str] = ()) -> pd.DataFrame:
+    """The table at `path`, after it was found to hold one finished score per prompt (of each path, where there are some)."""
+    wanted, table = list(prompts), read_table(path)
     columns = {"prompt", "kl32", "top1"} | ({"path"} if paths else set())
     rows = [(name, prompt) for name in paths for prompt in wanted] if paths else wanted
     whole = columns <= set(table.columns)

@@ -62,8 +62,7 @@ def measure_learning(
 
     def score_map(axis: str, value: int, windows: int, step: int, load) -> None:
         if load is not None:
-            name = f"learning-{windows:05d}-windows-step-{step:05d}"
-            score(axis, value, name, lambda: load().with_scale(frozen["scale"]))
+            score(axis, value, point_name(windows, step), lambda: load().with_scale(frozen["scale"]))
 
     score("direct", 0, "learning-direct", DirectMap)
     score("ridge", 0, "learning-ridge", lambda: trainer.ridge)
@@ -79,6 +78,11 @@ def measure_learning(
     if maps[last] is not None:
         tables.append(tables[-1].assign(axis="windows", value=counts[-1]))
     return pd.concat(tables, ignore_index=True)[COLUMNS]
+
+
+def point_name(windows: int, step: int) -> str:
+    """Of the file that keeps the scores of a training on so many windows, at this step."""
+    return f"learning-{windows:05d}-windows-step-{step:05d}"
 
 
 def first_windows(trainer: Trainer, arm: Arm, count: int, keep: list[int], folder: Path) -> Trainer:

@@ -1,6 +1,8 @@
 """The frozen maps at other prefix lengths: prompts cut from the final articles, scored a few at a time, each part kept."""
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -56,6 +58,48 @@ def length_prompts(
     return ids, [title for title, _ in drawn]
 
 
+@dataclass(frozen=True)
+class LengthPart:
+    """Prompts of one length that go through the models together: ids (B, T), and the article of each.
+
+    start: the first one's number, of the `drawn` prompts of this length. file: where their scores are kept.
+    """
+
+    prefix_tokens: int
+    start: int
+    drawn: int
+    tokens: torch.Tensor
+    articles: list[str]
+    file: str
+
+    @property
+    def prompts(self) -> range:
+        return range(self.start, self.start + len(self.tokens))
+
+    def described(self, scores: pd.DataFrame, tokenizer: PreTrainedTokenizerBase) -> pd.DataFrame:
+        """The scores with the length, and each prompt's article and end (`COLUMNS`)."""
+        rows = [prompt - self.start for prompt in scores["prompt"]]
+        table = scores.assign(
+            prefix_tokens=self.prefix_tokens,
+            article=[self.articles[row] for row in rows],
+            text=[tokenizer.decode(self.tokens[row].tolist())[-TEXT_CHARACTERS:] for row in rows],
+        )
+        return table[COLUMNS]
+
+
+def length_parts(run: Run, articles: list, tokenizer: PreTrainedTokenizerBase) -> Iterator[LengthPart]:
+    """The prompts of every length, in the order in which they are measured. articles: with `title` and `text`."""
+    settings, steps = run.profile.evidence, run.profile.prompt.forced_steps
+    encoded = [(article.title, encode(tokenizer, article.text)[0]) for article in articles]
+    for length, wanted in zip(settings.prefix_tokens, settings.prompts):
+        tokens, titles = length_prompts(encoded, tokenizer, length, wanted, run.profile.seed)
+        size = min(run.profile.evaluation.batch_prompts, max(1, TOKENS_AT_ONCE // length))
+        for start in range(0, len(tokens), size):
+            part = tokens[start : start + size]
+            file = f"length-{length:05d}-{start:04d}-{hash_json([part.tolist(), steps])[:10]}.parquet"
+            yield LengthPart(length, start, len(tokens), part, titles[start : start + size], file)
+
+
 def measure_lengths(
     run: Run, articles: list, tokenizer, maps: dict[str, CacheMap], work: Path, progress: Progress
 ) -> pd.DataFrame:
@@ -64,38 +108,25 @@ def measure_lengths(
     Args:
         articles: of the final partition, with `title` and `text`. maps: one for each of `PATHS`. work: for what is kept.
     """
-    settings, steps = run.profile.evidence, run.profile.prompt.forced_steps
-    encoded = [(article.title, encode(tokenizer, article.text)[0]) for article in articles]
-    models, tables = {}, []
+    steps, models, tables = run.profile.prompt.forced_steps, {}, []
 
     def model(role: str):
         if role not in models:
             models[role] = load_pair_model(run, role)
         return models[role]
 
-    for length, wanted in zip(settings.prefix_tokens, settings.prompts):
-        tokens, titles = length_prompts(encoded, tokenizer, length, wanted, run.profile.seed)
-        progress.skip((wanted - len(tokens)) * length_units(length))
-        size = min(run.profile.evaluation.batch_prompts, max(1, TOKENS_AT_ONCE // length))
-        for start in range(0, len(tokens), size):
-            part = tokens[start : start + size]
-            prompts = range(start, start + len(part))
-            name = f"length-{length:05d}-{start:04d}-{hash_json([part.tolist(), steps])[:10]}.parquet"
-            scores = kept_scores(
-                work / name, prompts,
-                lambda part=part, start=start: score_batch(model("source"), model("target"), part, steps, maps, start),
-                progress, len(part) * length_units(length),
-                f"{length} tokens, prompt {prompts.stop} of {len(tokens)}", PATHS,
-            )  # fmt: skip
-            tables.append(
-                scores.assign(
-                    prefix_tokens=length,
-                    article=[titles[i] for i in scores["prompt"]],
-                    text=[tokenizer.decode(tokens[i].tolist())[-TEXT_CHARACTERS:] for i in scores["prompt"]],
-                )
-            )
-    whole = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
-    return whole[COLUMNS]
+    parts, settings = list(length_parts(run, articles, tokenizer)), run.profile.evidence
+    asked = sum(n * length_units(length) for length, n in zip(settings.prefix_tokens, settings.prompts))
+    progress.skip(asked - sum(len(part.tokens) * length_units(part.prefix_tokens) for part in parts))
+    for part in parts:
+        scores = kept_scores(
+            work / part.file, part.prompts,
+            lambda part=part: score_batch(model("source"), model("target"), part.tokens, steps, maps, part.start),
+            progress, len(part.tokens) * length_units(part.prefix_tokens),
+            f"{part.prefix_tokens} tokens, prompt {part.prompts.stop} of {part.drawn}", PATHS,
+        )  # fmt: skip
+        tables.append(part.described(scores, tokenizer))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
 
 
 @torch.no_grad()

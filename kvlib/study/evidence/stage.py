@@ -50,8 +50,7 @@ def run_evidence(run: Run) -> dict:
     check_positions(run)
     maps, frozen = frozen_maps(run, pair, confirmation), confirmation["frozen"]
     folder = run.stage(STAGE)
-    # All that scores depend on is in the manifest, the counts of this stage apart, and those are in the names of files.
-    work = folder / f"work-{hash_json(manifest_hash)[:10]}"
+    work = work_folder(run, manifest_hash)
     work.mkdir(parents=True, exist_ok=True)
     partitions, tokenizer = load_partitions(run), load_pair_tokenizer(run)
     progress = Progress(STAGE, _units(run, pair["target"]["layers"]))
@@ -88,6 +87,14 @@ def run_evidence(run: Run) -> dict:
         facts(run, frozen, manifest_hash) | summarise_tables(run, window_facts(run, trainer.articles)),
         started,
     )
+
+
+def work_folder(run: Run, manifest_hash: str) -> Path:
+    """Where scores of the map frozen in this manifest are kept as soon as they are measured.
+
+    All that they depend on is in the manifest, the counts of this stage apart, and those are in the names of files.
+    """
+    return run.stage(STAGE) / f"work-{hash_json(manifest_hash)[:10]}"
 
 
 def facts(run: Run, frozen: dict, manifest_hash: str) -> dict:

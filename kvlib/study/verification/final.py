@@ -7,8 +7,6 @@ from kvlib.maps import DirectMap, load_map
 from kvlib.study.decision import decide
 from kvlib.study.evaluation import batch_file, measured, modes, work_folder
 from kvlib.study.final_tables import checked_steps, main_forcing, prompt_table, summarise_final
-from kvlib.study.models import load_pair_tokenizer
-from kvlib.study.pairing import load_partitions
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import LOWEST_KL, Records
 
@@ -39,7 +37,7 @@ def check_final(records: Records, check: Check) -> None:
             _possible(f"{STAGE}/{name}.parquet", table, check)
     steps = records.table(STAGE, "steps.parquet")
     with check.reading(f"{STAGE}/prompts.parquet"):
-        partitions, tokenizer = load_partitions(run), load_pair_tokenizer(run)
+        partitions, tokenizer = records.partitions, records.tokenizer
         prefixes = partitions.tokens("final", tokenizer)[:, : run.profile.prompt.prefix_tokens]
         again = prompt_table(steps, partitions.items("final"), prefixes, tokenizer)
         check.table(f"{STAGE}/prompts.parquet", records.table(STAGE, "prompts.parquet"), again)

@@ -6,9 +6,11 @@ from pathlib import Path
 from kvlib.maps import CacheMap, load_map
 from kvlib.maps.base import map_provenance
 from kvlib.study.arms import chosen_arms
+from kvlib.study.evaluation import work_folder
+from kvlib.study.evidence import stage as evidence
 from kvlib.study.freezing import WRONG_TRAINED, compared, ledger, openings
 from kvlib.study.learning import Task, checkpoint_file
-from kvlib.study.records import hash_json, read_lines
+from kvlib.study.records import hash_json, read_lines, read_record
 from kvlib.study.screening import caches_key
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import Records
@@ -91,7 +93,7 @@ def _load(records: Records, path: Path, check: Check) -> CacheMap:
 
 
 def check_ledger(records: Records, check: Check) -> None:
-    """Every opening of the final prompts stands in the ledger, the last one under the present manifest and code."""
+    """Every opening of the final prompts stands in the ledger once; the present tables' own, under the present manifest."""
     where = records.name(ledger(records.run))
     lines, manifest = read_lines(ledger(records.run)), records.json("confirmation", "manifest.json")
     opened = records.made("frozen_evaluation")["opened"]
@@ -103,6 +105,30 @@ def check_ledger(records: Records, check: Check) -> None:
         for key in ("manifest", "kvlib"):
             whole = isinstance(line[key], str) and len(line[key]) == len(manifest["hash"])
             check.holds(whole, f"{where}, line {number}, {key}: found {line[key]!r}, expected a SHA-256")
-    for line in openings(records.run)[-1:]:
-        check.same(f"{where}, last opening, manifest", line["manifest"], manifest["hash"])
-        check.same(f"{where}, last opening, kvlib", line["kvlib"], manifest["kvlib"])
+    names = [line["opening"] for line in lines]
+    check.same(f"{where}, openings told twice", len(names) - len({*names}), 0)
+    stated = manifest["hash"]
+    _own_opening(
+        records,
+        work_folder(records.run, stated),
+        "final",
+        {"manifest": stated, "kvlib": manifest["kvlib"]},
+        check,
+    )
+    if records.has(evidence.STAGE):  # which any later code may run
+        _own_opening(
+            records, evidence.work_folder(records.run, stated), evidence.STAGE, {"manifest": stated}, check
+        )
+
+
+def _own_opening(records: Records, work: Path, purpose: str, expected: dict, check: Check) -> None:
+    """The opening that a folder of work names stands in the ledger, and says what is expected."""
+    where = records.name(ledger(records.run))
+    with check.reading(records.name(work)):
+        opening = read_record(work / "opening.json", "opening")["opening"]
+        found = [line for line in openings(records.run, purpose) if line["opening"] == opening]
+        there = f"{where}: found no line of the opening that {records.name(work)} names"
+        check.holds(bool(found), there)
+        for line in found:
+            for key, value in expected.items():
+                check.same(f"{where}, opening of {records.name(work)}, {key}", line[key], value)

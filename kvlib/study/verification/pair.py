@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvlib.study.corpus import load_articles
 from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import describe_corpus, describe_model, display_name
+from kvlib.study.folders import check_folder
 from kvlib.study.gate import worst
-from kvlib.study.models import load_pair_tokenizer
 from kvlib.study.pairing import PRUNING_COST, partition_requests, without_cost
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import plan_partitions
@@ -42,13 +42,13 @@ def check_partitions(records: Records, check: Check) -> None:
                     f"{where}: found the text of {article['title']!r} in {owner} and {name}, expected it in one of them",
                 )
     with check.reading(f"{where}, drawn again"):
-        requests, tokenizer = partition_requests(run.profile), load_pair_tokenizer(run)
-        again = plan_partitions(articles, requests, run.profile.seed, tokenizer)
+        requests = partition_requests(run.profile)
+        again = plan_partitions(articles, requests, run.profile.seed, records.tokenizer)
         check.same(where, manifest, again.manifest())
 
 
 def check_models(records: Records, check: Check) -> None:
-    """The weights that the run made have the fingerprints and the measures that the pair stage recorded."""
+    """The models that the run made are whole, with the fingerprints and the measures that the pair stage recorded."""
     run, summary = records.run, records.summary("pair")
     for role in ROLES:
         where, recorded = f"pair/summary.json, {role}", summary[role]
@@ -56,7 +56,8 @@ def check_models(records: Records, check: Check) -> None:
             check.same(f"{where}.name", recorded["name"], display_name(run, role))
             check.same(f"{where}.dtype", recorded["dtype"], run.profile.pair.dtype)
             if not isinstance(getattr(run.profile.pair, role), HubModel):
-                model = _from_files(run.stage("pair") / role)
+                model = _from_files(check_folder(run.stage("pair") / role))
+                check.checked += 1
                 measured = describe_model(model, recorded["name"]) | {"dtype": recorded["dtype"]}
                 check.same(where, recorded, measured)
 

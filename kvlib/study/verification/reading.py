@@ -2,13 +2,17 @@
 
 import datetime
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from kvlib.errors import KvlibError
-from kvlib.study.pairing import recorded_fingerprint
+from kvlib.study.models import load_pair_tokenizer
+from kvlib.study.pairing import load_partitions, recorded_fingerprint
+from kvlib.study.partitions import Partitions
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import read_json, read_record, read_table
 from kvlib.study.run import FORMAT, Run, home
@@ -73,6 +77,15 @@ class Records:
     def articles(self, partition: str) -> list[str]:
         """The article of each of a partition's items."""
         return [item["article"] for item in self.partition(partition)["items"]]
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The pair's, from a folder that was hashed once for all checks."""
+        return load_pair_tokenizer(self.run)
+
+    @cached_property
+    def partitions(self) -> Partitions:
+        return load_partitions(self.run)
 
     @property
     def pair(self) -> str:

@@ -5,7 +5,7 @@ import math
 
 from kvlib.cache import Geometry
 from kvlib.study.gate import GATE_PROMPTS, MODES, identity_maps
-from kvlib.study.records import read_json
+from kvlib.study.records import parse_json
 from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, OUTPUTS, STAGES, sequence
 from kvlib.study.screening import GATE_WINDOWS
 from kvlib.study.verification.checking import Check
@@ -118,7 +118,7 @@ def check_notebooks(records: Records, check: Check) -> None:
             continue
         where = records.name(path)
         with check.reading(where):
-            notebook = read_json(path)
+            notebook = parse_json(path)
             outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
             errors = [output["ename"] for output in outputs if output["output_type"] == "error"]
             check.same(f"{where}, errors", errors, [])

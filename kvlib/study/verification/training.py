@@ -9,7 +9,7 @@ from kvlib.maps import load_map
 from kvlib.maps.base import map_provenance
 from kvlib.study.learning import CURVE, Task, checkpoint_file, checkpoint_provenance, last_loss, task_folder
 from kvlib.study.records import read_record, read_table
-from kvlib.study.screening import scores_file, trainings_key
+from kvlib.study.screening import caches_key, scores_file, trainings_key
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import Records
 
@@ -83,7 +83,22 @@ def scores_by(table: pd.DataFrame, *columns: str) -> dict:
 
 
 def check_windows(records: Records, stage: str, windows: int, check: Check) -> None:
-    """The stored windows, where they have not been deleted to save room, are as many as the partition has."""
-    for path in sorted(records.run.stage(stage).glob("windows-*/windows.json")):
-        with check.reading(records.name(path)):
-            check.same(f"{records.name(path)}, complete", read_record(path, "complete")["complete"], windows)
+    """The stored windows, where they have not been deleted to save room, are those of the ridge map, and all are there.
+
+    They are not read: they are gigabytes, and a stage that goes on from them compares each with its checksum.
+    """
+    key, folder = caches_key(records.run, records.training_dtype), records.run.stage(stage)
+    stored = folder / f"windows-{key}"
+    if not stored.exists():
+        return
+    where = records.name(stored / "windows.json")
+    with check.reading(where):
+        record = read_record(stored / "windows.json", "windows", "checksums")
+        check.same(f"{where}, checksums", len(record["checksums"]), windows)
+        fitted = map_provenance(folder / f"ridge-{key}.safetensors")["windows"]
+        check.same(f"{where}, windows", record["windows"], fitted)
+    for name in ("source.bin", "target.bin", "hidden.bin"):
+        there = (stored / name).is_file()
+        check.holds(
+            there, f"{records.name(stored / name)}: found no file, expected the caches of {windows} windows"
+        )
