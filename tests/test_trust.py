@@ -55,7 +55,12 @@ def test_the_noise_is_set_against_the_gain(records):
     assert "more than a thousand times that" in facts(records)["noise"]
     entry = records["frozen_evaluation"]["forcing"]["oracle"]
     gain = abs(entry["paired"]["learned-direct"]["mean"])
-    for level, said in ((gain / 5, "5 times that"), (gain, "not larger than that"), (0.0, "not comparable")):
+    for level, said in (
+        (gain / 5, "5 times that"),
+        (gain, "not larger than that"),
+        (0.0, "above it, which is zero"),
+        (-gain / 5, "5 times that"),
+    ):
         entry["noise"]["native_two_parts"]["kl32"]["mean"] = level
         assert said in facts(records)["noise"]
     entry["noise"] = {}

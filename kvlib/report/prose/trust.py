@@ -100,7 +100,8 @@ def noise_sentence(final: dict) -> str:
     entries = found.get("noise", {})
     if gain is None or not entries:
         return "The noise of native against itself was not measured in this run."
-    parts = entries["native_two_parts"]["kl32"]["mean"]
+    # Rounding may leave a mean a hair below zero; what counts as noise is its size.
+    parts = abs(entries["native_two_parts"]["kl32"]["mean"])
     text = (
         f"Prefilled in two parts instead of one, native differs from itself by {parts:.1e} nats: that is the floor of "
         f"this measurement. The learned correction's mean difference from direct reuse, {abs(gain):.4f} nats, is "
@@ -108,7 +109,7 @@ def noise_sentence(final: dict) -> str:
     text += f"{_times(abs(gain), parts)}."
     rough = entries.get("native_training_dtype")
     if rough is not None:
-        level = rough["kl32"]["mean"]
+        level = abs(rough["kl32"]["mean"])
         text += (
             f" In the number format that training computes in, native differs from itself by {level:.1e} nats; no reported "
             "figure is computed in it."
@@ -117,8 +118,8 @@ def noise_sentence(final: dict) -> str:
 
 
 def _times(gain: float, noise: float) -> str:
-    if noise <= 0:
-        return "not comparable with it, since the floor is not above zero"
+    if noise == 0:
+        return "above it, which is zero"
     factor = gain / noise
     if factor < 1.5:
         return "not larger than that"
@@ -164,12 +165,29 @@ def wrong_trained_sentence(final: dict, confirmation: dict) -> str:
         f"has {number(right)} nats on the right cache; "
     )
     if share is None:
-        return text + "the learned correction has no gain of which it could recover a share."
-    if share <= 0:
-        return text + "it recovers nothing of the learned correction's gain."
-    return text + (
-        f"it recovers {percent(share)} of the learned correction's gain. That part needs no right content: it is what a "
-        "map of this size can learn about the target and the text in general."
+        text += "the learned correction has no gain of which it could recover a share."
+    elif share <= 0:
+        text += "it recovers nothing of the learned correction's gain."
+    else:
+        text += (
+            f"it recovers {percent(share)} of the learned correction's gain. That part needs no right content: it is what "
+            "a map of this size can learn about the target and the text in general."
+        )
+    return f"{text} {_without_content(controls)}".rstrip()
+
+
+def _without_content(controls: dict) -> str:
+    """What training alone takes off where there is no right content to carry."""
+    plain, trained = (
+        controls[name]["kl32"]["mean"] if name in controls else None
+        for name in ("other_prompt", "wrong_trained_other_prompt")
+    )
+    if plain is None or trained is None:
+        return ""
+    verb = "lowers" if trained < plain else "does not lower"
+    return (
+        f"On another prompt's cache, what it was trained on, it {verb} divergence: {number(trained, 2)} nats against "
+        f"{number(plain, 2)} for such a cache as it is."
     )
 
 
