@@ -53,7 +53,7 @@ def attacks_sentence(attacks: dict | None, run: str) -> str:
     if attacks is None:
         return (
             "Runs that are killed, started twice or out of disk were not attacked beside this run; "
-            f"`python -m kvlib evidence {run}` does it, on small runs, in a few minutes."
+            f"the command “python -m kvlib evidence {run}” does it, on small runs, in a few minutes."
         )
     found = attacks["attacks"]
     broken = [entry["attack"] for entry in found if not entry["held"]]
@@ -71,7 +71,7 @@ def evidence_sentence(evidence: dict | None, frozen: str, run: str) -> str:
         state = "has not been asked" if evidence is None else "was asked of another frozen map"
         return (
             "What the frozen map is worth at other lengths, how much text it needs, which layers carry it and what so "
-            f"many prompts can show {state}; `python -m kvlib evidence {run}` asks it."
+            f"many prompts can show {state}; the command “python -m kvlib evidence {run}” asks it."
         )
     return " ".join(evidence_headline(evidence))
 
