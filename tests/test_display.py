@@ -60,3 +60,9 @@ def test_on_a_terminal_there_is_one_bar_that_goes_away(state, monkeypatch):
     shown = stream.getvalue()
     assert "50%" in shown and "\n" not in shown
     assert shown.endswith("\r")
+
+
+def test_sums_that_miss_zero_or_the_whole_by_rounding_are_neither_below_nor_above():
+    state = {"total": 3.0, "initial": 0.0, "started": 0.0, "updated": 1.0, "note": ""}
+    assert describe({**state, "done": -1e-13}) == "0 %"
+    assert describe({**state, "done": 3.0 + 1e-9}).startswith("100 %")

@@ -63,7 +63,9 @@ class Display:
 
 def describe(state: dict) -> str:
     """`31 %, about 4 min left, arm 4 of 20`."""
-    share = min(state["done"] / state["total"], 1.0)
+    share = min(
+        max(state["done"] / state["total"], 0.0), 1.0
+    )  # sums of parts may miss either end by rounding
     return ", ".join(filter(None, [f"{100 * share:.0f} %", time_left(state), state["note"]]))
 
 
