@@ -2,7 +2,7 @@
 
 import torch
 
-from kvlib.cache import Geometry, PrefixCache, prefill
+from kvlib.cache import Geometry, prefill
 from kvlib.divergence import text_reference
 from kvlib.errors import KvlibError
 from kvlib.handoff import handoff
@@ -91,11 +91,6 @@ def gates(
 def worst(found: list[dict]) -> dict:
     """The gate with the largest difference."""
     return max(found, key=lambda record: max(record["max_abs_difference"].values()))
-
-
-def own_cache(target, prompts: torch.Tensor, chunk_tokens: int | None = None) -> PrefixCache:
-    """The target's own cache over all but the last token of `prompts` (B, T)."""
-    return prefill(target, prompts[:, :-1], chunk_tokens=chunk_tokens)
 
 
 @torch.no_grad()
