@@ -1,6 +1,7 @@
 """What all tests share: no network for the libraries, one smoke run for those that need a book, time left."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -61,6 +62,26 @@ def _run_command(arguments: list[str], home: Path, terminal) -> str:
     if process.returncode:
         pytest.fail(f"the smoke run ended with status {process.returncode}:\n{output}", pytrace=False)
     return output
+
+
+@pytest.fixture
+def kvlib(capsys, monkeypatch, tmp_path):
+    """Runs a command in this process; gives (status, standard output, standard error)."""
+    from kvlib.cli import app
+    from kvlib.terminal import run_app
+
+    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def command(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            run_app(app, list(arguments))
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    yield command
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

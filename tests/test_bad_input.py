@@ -2,7 +2,6 @@
 
 import bz2
 import hashlib
-import signal
 import zipfile
 
 import gguf
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import yaml
 
-from kvlib.cli import app
 from kvlib.errors import KvlibError
 from kvlib.study import assets, execution
 from kvlib.study.corpus import read_wikipedia_dump
@@ -18,7 +16,6 @@ from kvlib.study.models import load_gguf
 from kvlib.study.profile import DATA
 from kvlib.study.records import RUN_RECORD, run_lock, write_json
 from kvlib.study.stages import open_run, run_pair
-from kvlib.terminal import run_app
 
 
 def one_sentence(refusal) -> str:
@@ -162,23 +159,6 @@ def test_what_the_pair_cannot_do_is_one_sentence_and_no_summary(tmp_path, parame
         run_pair(run)
     one_sentence(refusal)
     assert not (run.stage("pair") / "summary.json").exists()
-
-
-@pytest.fixture
-def kvlib(capsys, monkeypatch, tmp_path):
-    """Runs a command in this process; gives (status, standard output, standard error)."""
-    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            run_app(app, list(arguments))
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
-
-    yield command
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def fails(answer, sentence: str) -> None:

@@ -1,38 +1,18 @@
 """The command line: what it lists, and that every mistake is one sentence and exit status 2."""
 
 import json
-import signal
 from pathlib import Path
 
 import jupytext
 import pytest
 from papermill import inspect_notebook
 
-from kvlib.cli import app
 from kvlib.errors import KvlibError
 from kvlib.study import execution
 from kvlib.study.arms import all_arms
 from kvlib.study.parameters import check_parameters, parse_value, script_parameters
 from kvlib.study.profile import load_profile, profile_names
 from kvlib.study.run import EXTRA, STAGES
-from kvlib.terminal import run_app
-
-
-@pytest.fixture
-def kvlib(capsys, monkeypatch, tmp_path):
-    """Runs a command in this process; gives (status, standard output, standard error)."""
-    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def command(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as left:
-            run_app(app, list(arguments))
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
-
-    yield command
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_profiles_are_listed_with_what_they_are(kvlib):

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from kvlib.errors import KvlibError
-from kvlib.study.records import PARTIAL, read_record, remove, sha256_file, write_json
+from kvlib.study.records import PARTIAL, not_written, read_record, remove, sha256_file, write_json
 
 SEALS = "kvlib.json"  # the SHA-256 of every other file of the folder
 
@@ -27,10 +27,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> Path:
             os.replace(folder, scratch / "former")
         os.replace(whole, folder)
     except (OSError, SafetensorError) as error:
-        raise KvlibError(
-            f"{folder} could not be written ({getattr(error, 'strerror', None) or error}), expected a writable folder with "
-            "room: free some space or fix the permissions, then run the same command again; finished work is kept"
-        ) from error
+        raise not_written(folder, error) from error
     finally:
         if scratch is not None:
             remove(scratch)

@@ -29,6 +29,14 @@ RUN_RECORD = "run.json"
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 
 
+def not_written(path: Path, error: Exception) -> KvlibError:
+    """What is said of a file or folder that could not be written."""
+    return KvlibError(
+        f"{path} could not be written ({getattr(error, 'strerror', None) or error}), expected a writable folder with room: free some "
+        "space or fix the permissions, then run the same command again; finished work is kept"
+    )
+
+
 def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
     """Call `write` on a temporary file in the same folder, then rename it into place."""
     path = Path(path)
@@ -44,10 +52,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
         temporary.chmod(0o644)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
-        raise KvlibError(
-            f"{path} could not be written ({getattr(error, 'strerror', None) or error}), expected a writable folder with room: free some space "
-            "or fix the permissions, then run the same command again; finished work is kept"
-        ) from error
+        raise not_written(path, error) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
