@@ -23,6 +23,7 @@ sys.path.insert(
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from kvlib.cache import Geometry  # noqa: E402
 from kvlib.errors import KvlibError  # noqa: E402
 from kvlib.latency import memory_bandwidth_gb_s, percentiles, synchronise  # noqa: E402
 
@@ -130,12 +131,14 @@ def _cell(value) -> str:
 class Clocked:
     """One thing to time. `prepare` is off the clock, what it returns is given to `run`, which is on it.
 
-    `run` may return (anything, milliseconds): those are then kept beside the whole, as its part.
+    `run` may return (anything, milliseconds): those are then kept beside the whole, as its part. Of the repetitions
+    after the warm-ups, it takes part in every `every`-th.
     """
 
     name: str
     run: Callable
     prepare: Callable[[], object] | None = None
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,8 @@ def interleave(
             break
         draw.shuffle(order)
         for call in order:
+            if done > 0 and done % call.every:
+                continue
             ms, part_ms = _timed(call, device)
             kept = timings.setdefault(call.name, Timing([], [], ms))
             if done >= 0:
@@ -194,6 +199,24 @@ def _timed(call: Clocked, device: torch.device) -> tuple[float, list[float]]:
             gc.enable()
     reported = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], float)
     return ms, [result[1]] if reported else []
+
+
+def floor_row(model, prefix_tokens: int, bandwidth_gb_s: float) -> dict:
+    """What a step after `prefix_tokens` − 1 cached positions must read at least, and how long reading takes.
+
+    Every parameter once, a tied head once, of an untied embedding one row.
+    """
+    shape = Geometry.of(model)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters())
+    if head is not embedding:
+        weights -= embedding.numel() - embedding.shape[1]
+    size = embedding.element_size()
+    cache = 2 * shape.layers * shape.heads * (prefix_tokens - 1) * shape.head_dim
+    return {
+        "prefix_tokens": prefix_tokens, "weight_bytes": weights * size, "cache_bytes": cache * size,
+        "floor_ms": (weights + cache) * size / bandwidth_gb_s / 1e6,
+    }  # fmt: skip
 
 
 def timing_row(timing: Timing) -> dict:
