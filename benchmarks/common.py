@@ -163,14 +163,17 @@ def interleave(
     """Time each call once per round, in an order drawn anew: drift and the first one's bad luck hit all alike.
 
     Args:
-        enough: called with the repetitions that are complete before each further one; True stops there.
+        enough: called before each further round with the repetitions that are complete, below 0 while warming up.
+            True ends the warm-ups, or the whole after at least one repetition.
     """
     draw, device = random.Random(seed), torch.device(device)
     order = list(calls)
     timings: dict[str, Timing] = {}
     for done in range(-warmups, repetitions):
-        if enough is not None and done > 0 and enough(done):
-            break
+        if enough is not None and done not in (-warmups, 0) and enough(done):
+            if done > 0:
+                break
+            continue
         draw.shuffle(order)
         for call in order:
             if done > 0 and done % call.every:

@@ -54,7 +54,7 @@ def measure_ttft(
     bandwidth_gb_s: float,
     seed: int = 0,
 ) -> tuple[list[dict], list[dict]]:
-    """(rows, floor): one row per length, path and mode; `maps` are those of ridge and learned; native takes part in fewer rounds where that is asked for."""
+    """(rows, floor): one row per length, path and mode; `maps` are those of ridge and learned."""
     weight, rows, floors = next(target.parameters()), [], []
     shape, entries = Geometry.of(target), entries_for(maps["ridge"], maps["learned"])
     for tokens in lengths:
