@@ -3,10 +3,10 @@
     python benchmarks/scale.py               # SmolLM2-135M's shape on a CPU, Llama 3.1 8B's on CUDA
     python benchmarks/scale.py --tiny
 
-One axis at a time, the others at their smallest. For each quantity that has an expectation, the exponent of a
-straight line in log-log stands beside it, with a verdict: printed and written, never enforced. An arm is one
-more map evaluated on the same prefix. Times are interleaved; memory on a CPU is taken in a process of its own
-for every figure.
+One axis at a time, the others at their smallest, on the whole depth where layers are not the axis. For each
+quantity that has an expectation, the exponent of a straight line in log-log stands beside it, with a verdict:
+printed and written, never enforced. An arm is one more map evaluated on the same prefix. Times are interleaved;
+memory on a CPU is taken in a process of its own for every figure.
 """
 
 import argparse
@@ -31,7 +31,7 @@ VALUES = {
 }  # fmt: skip
 TINY_VALUES = {"prefix_tokens": (32, 128), "prompts": (1, 2), "arms": (1, 2), "layers": (1, 3)}
 SLACK = 0.25  # exponents are fitted to few points
-# (axis, mode, quantity) -> the exponent that theory gives; "extra" is above direct's, `cost` the time of it
+# (axis, mode, quantity) -> the exponent that theory gives; extra_ms is the time above direct's
 EXPECTED = {
     ("prefix_tokens", "absorbed", "extra_ms"): (
         0.0,
@@ -114,7 +114,7 @@ def measure_scale(
 ) -> list[dict]:
     """One row per axis, value and mode. Raises KvlibError when a process that measures memory dies."""
     smallest = {axis: min(values[axis]) for axis in AXES}
-    smallest["layers"] = max(values["layers"])  # a whole model, where layers are not what is looked at
+    smallest["layers"] = max(values["layers"])
     points, rows = list(points_of(values, smallest)), []
     peaks = {}
     if memory:
@@ -148,6 +148,8 @@ def growth(rows: list[dict]) -> list[dict]:
     for axis in AXES:
         for mode in MODES:
             own = [row for row in rows if (row["axis"], row["mode"]) == (axis, mode)]
+            if not own:
+                continue
             for quantity in ("p50_ms", "extra_ms", "peak_extra_bytes"):
                 found = exponent([row["value"] for row in own], [row[quantity] for row in own])
                 expected, sentence = EXPECTED.get((axis, mode, quantity), (None, None))

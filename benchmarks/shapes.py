@@ -55,6 +55,15 @@ SCORE_GAIN = 1.2  # of q and of k: scores of size 1.5, so that heads prefer some
 OUTPUT_GAIN = 2.0  # of what attention writes, which averaging over positions has made small
 
 
+def config_of(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.mlp,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=shape.positions, rope_parameters=dict(shape.rope),
+        rms_norm_eps=1e-5, tie_word_embeddings=shape.tied, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+
 @torch.no_grad()
 def random_model(shape: Shape, *, device="cpu", dtype: torch.dtype = torch.float32, seed: int = 0):
     """A Llama of this shape, made where it is used, whose activations stay of order one from layer to layer.
@@ -62,14 +71,8 @@ def random_model(shape: Shape, *, device="cpu", dtype: torch.dtype = torch.float
     Logits have a standard deviation of about 1, attention is neither uniform nor on one position, and what the
     prefix says reaches the logits: a path that reads it wrongly cannot hide.
     """
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.mlp,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=shape.positions, rope_parameters=dict(shape.rope),
-        rms_norm_eps=1e-5, tie_word_embeddings=shape.tied, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
     with torch.device(device):  # no copy from the host, and initialised at the device's speed
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         if weight.ndim == 2:
