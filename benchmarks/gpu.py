@@ -15,7 +15,7 @@ short, did not fit or failed is named in "left_out". The file is written whole a
                "p50_ms", "p95_ms" (null below 20 repetitions), "handoff_p50_ms" (cold only), "repetitions",
                "peak_extra_bytes" (null where unknown), "mode": prefill|absorbed|in_place|background|materialised|naive,
                "compiled", "kind": of map, null for native}],
-     "compiled": [{… as rows, timed again beside each other: direct and learned, compiled and not, "first_call_ms"}],
+     "compiled": [{… as rows, in rounds of their own: direct, learned in place and compiled in place, "first_call_ms"}],
      "memory": [{"prefix_tokens", "path", "mode", "compiled", "kind", "peak_extra_bytes"}],
      "correctness": [{"prefix_tokens", "path", "kind", "mode", "positions", "logit_scale", "map_effect", "noise",
                       "max_difference", "relative_difference", "argmax_agreement", "error", "materialised_error", …}],
@@ -30,7 +30,6 @@ how far each is from float32 arithmetic on the same numbers.
 
 import argparse
 import gc
-import inspect
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -53,10 +52,9 @@ from gpu_measures import (
 from paths import standard_entries
 from shapes import LLAMA_31_8B, MINITRON_4B_WIDTH, TINY_SOURCE, TINY_TARGET, random_maps, random_model
 
-from kvlib.handoff import handoff
-
 RANK = 8
-COMPILE_GUESS_S = 30.0
+PARTS = ("resident", "memory", "correctness", "cold", "compiled")
+COMPILE_GUESS_S = 40.0
 COLD_WARMUPS = 2  # the source's prefill; all else ran warm before
 
 
@@ -184,33 +182,33 @@ def plan(record: Record) -> list[Part]:
 
     def compiled(n, enough):
         left = record.given.seconds - record.seconds
-        if left < 2 * record.compile_s:  # two of the entries are compiled, at a shape of their own
+        if left < record.compile_s:
             record.left_out.append(
-                f"compiled at {n} tokens: {left:.0f} s left, about {2 * record.compile_s:.0f} needed"
+                f"compiled at {n} tokens: {left:.0f} s left, {record.compile_s:.0f} may be needed"
             )
             return
         both = compiled_entries(models.maps)
         found = time_resident(models, both, n, seed=n, enough=enough, **counts)
+        record.compile_s = 0.0  # done once for every length
         for one in both:
-            first_ms = found[one.name].first_ms
-            record.compiled.append(
-                {**latency_row(one, n, "resident", found[one.name]), "first_call_ms": first_ms}
-            )
-            if one.compiled and models.device.type == "cuda":
-                record.compile_s = first_ms / 1e3
+            row = latency_row(one, n, "resident", found[one.name])
+            record.compiled.append({**row, "first_call_ms": found[one.name].first_ms})
 
     by_length = sorted(record.lengths, reverse=True)
-    parts = [Part(f"resident at {n} tokens", 17 + 21 * n / 8192, _at(resident, n)) for n in by_length]
-    parts += [Part(f"memory at {n} tokens", 1, _at(memory, n)) for n in by_length]
-    parts += [Part(f"correctness at {n} tokens", 2, _at(correct, n)) for n in by_length]
-    parts += [Part(f"cold at {n} tokens", 3 + 31 * n / 8192, _at(from_source, n)) for n in by_length]
-    if "compiled" in inspect.signature(handoff).parameters:
-        ends = [max(by_length), min(by_length)]  # the two that say most, if time is short
-        order = list(dict.fromkeys([*ends, *by_length]))
-        parts += [Part(f"compiled at {n} tokens", 5, _at(compiled, n)) for n in order]
-    else:
-        record.left_out.append("compiled: this kvlib does not offer it")
-    return parts
+    measures = {  # with about their seconds at n tokens
+        "resident": (resident, lambda n: 17 + 21 * n / 8192),
+        "memory": (memory, lambda n: 1),
+        "correctness": (correct, lambda n: 2),
+        "cold": (from_source, lambda n: 3 + 31 * n / 8192),
+        "compiled": (compiled, lambda n: 10),
+    }
+    record.left_out += [f"{name}: not asked for" for name in measures if name not in record.given.parts]
+    return [
+        Part(f"{name} at {n} tokens", seconds(n), _at(function, n))
+        for name, (function, seconds) in measures.items()
+        if name in record.given.parts
+        for n in by_length
+    ]
 
 
 def _at(function, tokens: int):
@@ -228,6 +226,7 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--warmups", type=int, default=None, help="20, tiny: 1")
     parser.add_argument("--repetitions", type=int, default=None, help="50, tiny: 2")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="all when left out")
     parser.add_argument("--seconds", type=float, default=270.0, help="limit, imports not counted")
     given = parser.parse_args(arguments)
     shapes = (TINY_TARGET, TINY_SOURCE) if given.tiny else (LLAMA_31_8B, MINITRON_4B_WIDTH)

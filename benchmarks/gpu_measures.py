@@ -12,12 +12,14 @@ from paths import DIRECT, STOCK, Entry, clocked, clocked_cold, entry, kind_of, s
 from shapes import random_prefix
 
 from kvlib.cache import Geometry, PrefixCache, forward, prefill
-from kvlib.handoff import MODES, handoff
+from kvlib.compiled import why_not_compiled
+from kvlib.handoff import handoff
 from kvlib.latency import percentiles
 from kvlib.maps import CacheMap
 from kvlib.memory import PeakMemory
 
 IN_PLACE_KINDS = ("linear", "quadratic", "rms", "rope_stripped")
+AGAINST = ("absorbed", "in_place", "background")  # the materialised cache
 FORCED_TOKENS = 16  # after the prefix: the held-back one and what is read on from there
 
 
@@ -51,21 +53,20 @@ class Models:
 
 
 def resident_entries(maps: dict[str, CacheMap]) -> list[Entry]:
-    """Every path and every mode that kvlib offers without compiling."""
+    """Every path and every mode that kvlib offers without compiling, and the naive way."""
     entries = standard_entries(maps["ridge"], maps["linear"])
     entries += [entry("learned", maps[kind], "in_place") for kind in IN_PLACE_KINDS]
-    entries += [
-        entry("learned", maps["linear"], mode) for mode in ("background", "materialised") if mode in MODES
+    return entries + [
+        entry("learned", maps["linear"], mode) for mode in ("background", "materialised", "naive")
     ]
-    return [*entries, entry("learned", maps["linear"], "naive")]
 
 
 def compiled_entries(maps: dict[str, CacheMap]) -> list[Entry]:
-    """Direct and learned, compiled and not, side by side."""
-    learned = maps["linear"]
+    """Learned in place, compiled, for each kind of map that can be; beside direct and one that is not compiled."""
+    able = [maps[kind] for kind in IN_PLACE_KINDS if why_not_compiled(maps[kind]) is None]
     return [
-        DIRECT, entry("learned", learned),
-        Entry("direct", "direct", "absorbed", DIRECT.cache_map, True), entry("learned", learned, compiled=True),
+        DIRECT, entry("learned", maps["linear"], "in_place"),
+        *(entry("learned", cache_map, "in_place", compiled=True) for cache_map in able),
     ]  # fmt: skip
 
 
@@ -120,13 +121,15 @@ def forced_logits(model, prefix: PrefixCache, ids: torch.Tensor, cache_map, mode
         logits = model.get_output_embeddings()(forward(model, ids, prefix.to_dynamic(), positions))
     else:
         given = prefix.clone() if mode in ("in_place", "background") else prefix
+        # the background's work is done between calls of the model: one token each
+        steps = ids.split(1, 1) if mode == "background" else [ids]
         with handoff(model, given, cache_map, mode, check=False) as active:
-            logits = active.logits(ids)
+            logits = torch.cat([active.logits(step) for step in steps], 1)
     return logits[0].float().cpu()
 
 
 def correctness(models: Models, tokens: int, *, reference: bool) -> list[dict]:
-    """Absorbed (and in place) against the materialised cache, at S forced positions after a real source prefix.
+    """Absorbed, in place and in the background against the materialised cache, at S forced positions after a real source prefix.
 
     Two yardsticks for the difference: `noise`, what two attention kernels that compute the same differ by (direct
     here and in transformers); and, where `reference`, how far each is from the same thing in float32.
@@ -138,12 +141,12 @@ def correctness(models: Models, tokens: int, *, reference: bool) -> list[dict]:
     noise = float((plain - forced_logits(target, prefix, ids, direct, "stock")).abs().max())
     found, rows = {}, []
     for kind, cache_map in models.maps.items():
-        modes = ["in_place"] if cache_map.why_not_affine else ["absorbed", "in_place"]
+        modes = ["in_place"] if cache_map.why_not_affine else AGAINST
         for mode in [*modes, "materialised"]:
             found[kind, mode] = forced_logits(target, prefix, ids, cache_map, mode)
     exact = _float32(models, prefix, ids) if reference else {}
     for kind, cache_map in models.maps.items():
-        for mode in ("absorbed", "in_place"):
+        for mode in AGAINST:
             if (kind, mode) not in found:
                 continue
             logits, wanted = found[kind, mode], found[kind, "materialised"]

@@ -19,6 +19,7 @@ from shapes import LLAMA_31_8B, SMOLLM2_135M, TINY_TARGET, Shape, random_maps, r
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache
+from kvlib.compiled import compiled_correction, why_not_compiled
 from kvlib.geometry import rotary_of
 from kvlib.maps import CacheMap
 
@@ -53,13 +54,6 @@ def copy_of(prefix: PrefixCache):
     return copy
 
 
-def compiled_map(cache_map: CacheMap) -> CacheMap:
-    """The same map with its correction compiled. Its class is frozen, and a copy of its own keeps others as they are."""
-    own = cache_map.to(next(iter(cache_map.tensors().values())).device)
-    object.__setattr__(own, "correct", torch.compile(cache_map.correct))
-    return own
-
-
 def calls_for(kind: str, cache_map: CacheMap, model, shape: Shape, prefix: PrefixCache, *, compiled: bool):
     """(label, bytes moved, `Clocked`) of each way to apply one map to a whole cache."""
     both_ways, dtype = 2 * prefix.bytes, compute_dtype(model)
@@ -67,17 +61,24 @@ def calls_for(kind: str, cache_map: CacheMap, model, shape: Shape, prefix: Prefi
     rotary = rotary_of(model) if cache_map.needs_rotary else None
     naive = NaiveMap(cache_map, model)
 
-    def ways(label, moved, run, prepare=None, is_compiled=False):
-        name = f"{kind} {label}{' compiled' if is_compiled else ''}"
-        described = {"kind": kind, "way": label, "compiled": is_compiled, "bytes_moved": moved}
+    def ways(label, moved, run, prepare=None, compile_seconds=None):
+        by_compiler = compile_seconds is not None
+        name = f"{kind} {label}{' compiled' if by_compiler else ''}"
+        described = {"kind": kind, "way": label, "compiled": by_compiler, "bytes_moved": moved}
+        described["compile_seconds"] = compile_seconds
         return described, Clocked(name, run, prepare)
 
     yield ways("naive", both_ways, lambda: naive.write_out(prefix))
     yield ways("materialised", both_ways, lambda: cache_map.materialise(prefix, rotary))
     yield ways("in_place", both_ways, lambda own: cache_map.apply_(own, rotary), prefix.clone)
-    if compiled:
-        faster = compiled_map(cache_map)
-        yield ways("in_place", both_ways, lambda own: faster.apply_(own, rotary), prefix.clone, True)
+    if compiled and why_not_compiled(cache_map) is None:
+        correct_, seconds = compiled_correction(cache_map, prefix, cache_map.angles(rotary, prefix))
+
+        def corrected(own: PrefixCache) -> None:
+            for layer, (keys, values) in enumerate(zip(own.keys, own.values)):
+                correct_(layer, keys, values)
+
+        yield ways("in_place", both_ways, corrected, prefix.clone, compile_seconds=seconds)
     if cache_map.why_not_affine is None:
         absorbed = AbsorbedMap(cache_map, shape, prefix.device, dtype)
         yield ways("absorbed", absorbed.bytes_moved, absorbed)
@@ -101,7 +102,13 @@ def measure_maps(
     prefix = random_prefix(shape.geometry, tokens, device=device, dtype=dtype, seed=seed)
     described = [
         (
-            {"kind": None, "way": "copy", "compiled": False, "bytes_moved": 2 * prefix.bytes},
+            {
+                "kind": None,
+                "way": "copy",
+                "compiled": False,
+                "bytes_moved": 2 * prefix.bytes,
+                "compile_seconds": None,
+            },
             Clocked("copy", copy_of(prefix)),
         )
     ]
@@ -121,7 +128,6 @@ def measure_maps(
                 **times,
                 "gb_s": label["bytes_moved"] / times["p50_ms"] / 1e6,
                 "over_copy": times["p50_ms"] / copy_ms,
-                "first_call_ms": timings[call.name].first_ms,
             }
         )
     return rows

@@ -13,6 +13,7 @@ from common import Clocked
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache, prefill
 from kvlib.geometry import rotary_of
+from kvlib.handoff import handoff
 from kvlib.latency import FirstToken, TargetPath, first_token, synchronise
 from kvlib.maps import CacheMap, DirectMap
 
@@ -42,8 +43,7 @@ class Entry:
     def target_path(self) -> TargetPath:
         if self.mode in ("prefill", "stock"):
             return TargetPath(self.path, self.mode)
-        options = {"compiled": True} if self.compiled else {}
-        return TargetPath(self.path, "handoff", self.cache_map, self.mode, **options)
+        return TargetPath(self.path, "handoff", self.cache_map, self.mode)
 
 
 NATIVE = Entry("native", None, "prefill")
@@ -99,6 +99,8 @@ def clocked_cold(which: Entry, target, source, prompt: torch.Tensor) -> Clocked:
 
 def _from_prefix(which: Entry, target, prompt: torch.Tensor):
     """A function of the prefix that gives the `FirstToken`."""
+    if which.compiled:
+        return lambda prefix: _compiled_first_token(which, target, prompt, prefix)
     if which.mode != "naive":
         path = which.target_path()
         return lambda prefix: first_token(target, path, prompt, prefix)
@@ -108,6 +110,14 @@ def _from_prefix(which: Entry, target, prompt: torch.Tensor):
         return first_token(target, stock, prompt, naive.write_out(prefix))
 
     return run
+
+
+@torch.no_grad()
+def _compiled_first_token(which: Entry, target, prompt: torch.Tensor, prefix: PrefixCache) -> FirstToken:
+    """As `kvlib.latency.first_token` does it, with the correction compiled."""
+    with handoff(target, prefix, which.cache_map, which.mode, check=False, compiled=True) as active:
+        logits = active.logits(prompt[:, -1:], last=True)
+    return FirstToken(int(logits[0, -1].argmax()), active.mode, active.cache)
 
 
 class NaiveMap:

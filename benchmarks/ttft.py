@@ -22,24 +22,24 @@ from common import (
     timing_row,
     write_table,
 )
-from paths import Entry, clocked, entry, standard_entries
+from paths import CONSUMING, Entry, clocked, entry, standard_entries
 from shapes import TINY_TARGET, random_maps, random_model, random_prefix
 
 from kvlib.cache import Geometry
-from kvlib.handoff import MODES
+from kvlib.compiled import why_not_compiled
 from kvlib.maps import CacheMap, load_map
 from kvlib.pair import load_model
 
 EXTRA_MODES = ("in_place", "background", "materialised", "naive")
 
 
-def entries_for(ridge: CacheMap, learned: CacheMap) -> list[Entry]:
+def entries_for(ridge: CacheMap, learned: CacheMap, *, compiled: bool = False) -> list[Entry]:
     """The four paths and stock direct, then learned in its other modes and ridge written out as the study's."""
     entries = [*standard_entries(ridge, learned), entry("ridge", ridge, "naive")]
-    for mode in EXTRA_MODES:
-        offered = mode in MODES or mode == "naive"
-        if offered and not (learned.why_not_affine and mode in ("in_place", "background")):
-            entries.append(entry("learned", learned, mode))
+    modes = [mode for mode in EXTRA_MODES if learned.why_not_affine is None or mode not in CONSUMING]
+    entries += [entry("learned", learned, mode) for mode in modes]
+    if compiled and why_not_compiled(learned) is None:
+        entries.append(entry("learned", learned, "in_place", compiled=True))
     return entries
 
 
@@ -52,11 +52,12 @@ def measure_ttft(
     repetitions: int,
     native_repetitions: int,
     bandwidth_gb_s: float,
+    compiled: bool = False,
     seed: int = 0,
 ) -> tuple[list[dict], list[dict]]:
     """(rows, floor): one row per length, path and mode; `maps` are those of ridge and learned."""
     weight, rows, floors = next(target.parameters()), [], []
-    shape, entries = Geometry.of(target), entries_for(maps["ridge"], maps["learned"])
+    shape, entries = Geometry.of(target), entries_for(maps["ridge"], maps["learned"], compiled=compiled)
     for tokens in lengths:
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(target.config.vocab_size, (1, tokens), generator=generator).to(weight.device)
@@ -117,6 +118,9 @@ def main(arguments: list[str] | None = None) -> dict:
     parser.add_argument(
         "--native-repetitions", type=int, help="native takes seconds at long lengths on a CPU"
     )
+    parser.add_argument(
+        "--compiled", action="store_true", help="in place compiled as well (a compiler is needed)"
+    )
     given = parser.parse_args(arguments)
     if given.threads:
         torch.set_num_threads(given.threads)
@@ -135,7 +139,7 @@ def main(arguments: list[str] | None = None) -> dict:
     native = given.native_repetitions or (3 if slow else counts["repetitions"])
     rows, floors = measure_ttft(
         target, maps, given.lengths or (TINY_LENGTHS if given.tiny else LENGTHS), **counts,
-        native_repetitions=native, bandwidth_gb_s=here["memory_bandwidth_gb_s"],
+        native_repetitions=native, compiled=given.compiled, bandwidth_gb_s=here["memory_bandwidth_gb_s"],
     )  # fmt: skip
     model = "tiny, random weights" if given.tiny else str(given.run)
     return write_table(
