@@ -15,12 +15,12 @@ class FrozenMatrix:
 
     Args:
         rows: about how many rows x and y have. On a CPU, float32 and bfloat16 (where the processor multiplies it) are kept
-        as oneDNN reads them, once for each direction; anything else is multiplied as it is.
+        as oneDNN reads them, once for each direction; anything else is multiplied as it is, and so is all for None.
     """
 
-    def __init__(self, weight: torch.Tensor, rows: int):
+    def __init__(self, weight: torch.Tensor, rows: int | None):
         weight, self.dtype = weight.detach(), weight.dtype
-        self.ours = _suits(weight)
+        self.ours = rows is not None and _suits(weight)
         if self.ours:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self.forward, self.backward = reorder(weight, rows), reorder(weight.T.contiguous(), rows)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +56,7 @@ def train(
     learning_rate: float,
     head_weight: torch.Tensor,
     micro_batch: int | None = None,
+    plain: bool = False,
 ) -> Iterator[Step]:
     """Yield after every step; only the map's four weights change. Stops after yielding a loss that is not finite.
 
@@ -66,6 +66,7 @@ def train(
         steps: in all, `warmup_steps` of KV-MSE included. learning_rate: Adam's, with a cosine decay to a tenth.
         head_weight: the target's output embedding (V, C), float32: logits in half precision would be noise.
         micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's.
+        plain: torch's own products over padded batches on a CPU too: a reference for what is faster.
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
@@ -86,7 +87,7 @@ def train(
             if warm:
                 value = kv_mse(current, piece, rotary)
             else:
-                frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
+                frozen = frozen or Frozen.of(target, head_weight, None if plain else piece.inputs.numel())
                 value = forced_kl(frozen, current, piece, rotary)
             (value * share).backward()
             loss += float(value.detach()) * share
@@ -120,26 +121,27 @@ def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What training reads and never changes. linears: the target's, as they multiply fastest. head: (V, C)."""
+    """What training reads and never changes.
+
+    linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
+    which other devices do best with. head: (V, C).
+    """
 
     target: object
     linears: FrozenLinears | None
     head: FrozenMatrix
 
     @classmethod
-    def of(cls, target, head_weight: torch.Tensor, rows: int) -> "Frozen":
-        """rows: prompts times forced steps of one pass."""
-        return cls(target, FrozenLinears(target, rows), FrozenMatrix(head_weight, rows))
+    def of(cls, target, head_weight: torch.Tensor, rows: int | None) -> "Frozen":
+        """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
+        fast = rows is not None and head_weight.device.type == "cpu"
+        return cls(target, FrozenLinears(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
 
 
 def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
-    """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights.
-
-    On a CPU prompts are read at their own lengths; elsewhere one padded batch is the faster.
-    """
-    hidden = (_read_ragged if batch.source.device.type == "cpu" else read_padded)(
-        frozen, cache_map, batch, rotary
-    )
+    """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
+    read = _read_padded if frozen.linears is None else _read_ragged
+    hidden = read(frozen, cache_map, batch, rotary)
     return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), frozen.head)
 
 
@@ -159,7 +161,7 @@ def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=No
 
     offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
     positions = torch.tensor(lengths, device=prefix.device).unsqueeze(1) + offsets
-    with reading(frozen.target, layer_prefix), frozen.linears.within() if frozen.linears else nullcontext():
+    with reading(frozen.target, layer_prefix), frozen.linears.within():
         return forward(frozen.target, batch.inputs, None, positions)
 
 
@@ -176,7 +178,7 @@ def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Aff
     return list(zip(*found))
 
 
-def read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
+def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """As `_read_ragged`, by the attention of a handoff and in torch's own products."""
     target, prefix = frozen.target, batch.source.padded()
     if cache_map.why_not_affine:
