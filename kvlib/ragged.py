@@ -106,6 +106,11 @@ def ragged_attention(
     )  # fmt: skip
 
 
+def ahead(steps: int, group: int, device: torch.device) -> torch.Tensor:
+    """(G S, S), true where a new position would look ahead."""
+    return torch.ones(steps, steps, dtype=torch.bool, device=device).triu(1).repeat(group, 1)
+
+
 class _Ragged(torch.autograd.Function):
     """R = G S rows for each KV head: a KV head's queries side by side."""
 
@@ -131,21 +136,18 @@ class _Ragged(torch.autograd.Function):
         new_keys, new_values = new_keys.to(wide), new_values.to(wide)
         to_prefix = q if key_dense is None else q @ key_dense.mT  # the query that reads unmapped keys
         shift = None if key_bias is None else q @ key_bias.unsqueeze(-1)  # q · c, the same at every position
-        ahead = torch.ones(steps, steps, dtype=torch.bool, device=q.device).triu_(1).repeat(rows // steps, 1)
-        new_scores = (q @ new_keys.mT).masked_fill_(ahead, float("-inf"))
+        new_scores = (q @ new_keys.mT).masked_fill_(ahead(steps, rows // steps, q.device), float("-inf"))
         out, p_new, kept = torch.empty_like(q), torch.empty_like(new_scores), []
         for n, part in enumerate(parts(lengths)):
-            length = lengths[n]
-            scores = q.new_empty(heads, rows, length + steps)
-            of_prefix, of_new = scores.split([length, steps], -1)
-            torch.bmm(to_prefix[n], keys[:, part].mT, out=of_prefix)
+            scores = q.new_empty(heads, rows, steps + lengths[n])
+            scores[..., :steps] = new_scores[n]
+            torch.bmm(to_prefix[n], keys[:, part].mT, out=scores[..., steps:])
             if shift is not None:
-                of_prefix += shift[n]
-            of_new.copy_(new_scores[n])
-            p_prefix, p = scores.softmax(-1).split([length, steps], -1)
-            torch.bmm(p_prefix, values[:, part], out=out[n])
-            p_new[n] = p
-            kept.append(p_prefix)
+                scores[..., steps:] += shift[n]
+            p = scores.softmax(-1)
+            torch.bmm(p[..., steps:], values[:, part], out=out[n])
+            p_new[n] = p[..., :steps]
+            kept.append(p)
         mapped = out if value_dense is None else out @ value_dense
         share = None if value_bias is None else 1 - p_new.sum(-1, keepdim=True)
         if share is not None:
@@ -154,7 +156,7 @@ class _Ragged(torch.autograd.Function):
         ctx.lengths, ctx.scaling, ctx.dtype = lengths, scaling, query.dtype
         ctx.save_for_backward(
             q, to_prefix, keys, values, new_keys, new_values, key_dense, key_bias, value_dense, value_bias,
-            out, share, mapped, p_new, *kept,
+            out, share, p_new, *kept,
         )  # fmt: skip
         return mapped.view(batch, query_heads, steps, dim).to(query.dtype)
 
@@ -162,7 +164,7 @@ class _Ragged(torch.autograd.Function):
     def backward(ctx, upstream):
         (
             q, to_prefix, keys, values, new_keys, new_values, key_dense, key_bias, value_dense, value_bias,
-            out, share, mapped, p_new, *kept,
+            out, share, p_new, *kept,
         ) = ctx.saved_tensors  # fmt: skip
         wants = dict(
             zip(
@@ -170,26 +172,31 @@ class _Ragged(torch.autograd.Function):
                 ctx.needs_input_grad,
             )
         )
+        steps = new_keys.shape[2]
         d = upstream.to(q.dtype).reshape(q.shape)  # (B, H, R, D)
         d_out = d if value_dense is None else d @ value_dense.mT
-        # Σ p ∂p over both segments, which the softmax takes off every ∂p, is the output times its own gradient
-        mean = (d * mapped).sum(-1, keepdim=True)
-        of_prefix = mean if share is None else mean - d @ value_bias.unsqueeze(-1)
-        d_new_scores = (d @ new_values.mT).sub_(mean).mul_(p_new)
-        d_to_prefix = torch.empty_like(to_prefix)
-        d_shift = None if key_bias is None else torch.empty_like(mean)
+        of_new = d @ new_values.mT
+        d_new_scores, d_to_prefix = torch.empty_like(of_new), torch.empty_like(to_prefix)
+        of_share = None if share is None else d @ value_bias.unsqueeze(-1)
+        d_shift = None if key_bias is None else torch.empty_like(of_new[..., :1])
         d_keys, d_values = (
             torch.empty_like(t) if wants[n] else None for n, t in (("keys", keys), ("values", values))
         )
         for n, (part, p) in enumerate(zip(parts(ctx.lengths), kept)):
-            d_scores = torch.bmm(d_out[n], values[:, part].mT).sub_(of_prefix[n]).mul_(p)
+            d_p = torch.empty_like(p)
+            d_p[..., :steps] = of_new[n]
+            torch.bmm(d_out[n], values[:, part].mT, out=d_p[..., steps:])
+            if of_share is not None:
+                d_p[..., steps:] += of_share[n]
+            d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype)
+            d_new_scores[n], d_scores = d_scores[..., :steps], d_scores[..., steps:]
             torch.bmm(d_scores, keys[:, part], out=d_to_prefix[n])
             if d_shift is not None:
                 torch.sum(d_scores, -1, keepdim=True, out=d_shift[n])
             if d_keys is not None:
                 torch.bmm(d_scores.mT, to_prefix[n], out=d_keys[:, part])
             if d_values is not None:
-                torch.bmm(p.mT, d_out[n], out=d_values[:, part])
+                torch.bmm(p[..., steps:].mT, d_out[n], out=d_values[:, part])
         found = dict.fromkeys(wants)
         found["keys"], found["values"] = d_keys, d_values
         if wants["key_dense"]:
