@@ -29,7 +29,7 @@ from kvlib.pair import load_model
 from kvlib.study.progress import Progress
 from kvlib.study.run import training_dtype
 from kvlib.study.store import WindowStore
-from kvlib.training import train
+from kvlib.training import Frozen, train
 
 ARMS = {"affine": {}, "not affine": {"residual": "quadratic"}}
 PROMPTS, RANK, LEARNING_RATE = 4, 8, 3e-3
@@ -66,7 +66,7 @@ class Steps:
         steps = 10_000
         self._steps = train(
             target, initial, batch, steps=steps, warmup_steps=steps if warm else 0,
-            learning_rate=LEARNING_RATE, head_weight=head, plain=plain,
+            learning_rate=LEARNING_RATE, head_weight=head, frozen=Frozen.of(target, head, None) if plain else None,
         )  # fmt: skip
 
     def __call__(self, cuts: list[int]) -> None:

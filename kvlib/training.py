@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvlib.attaching import attach, compute_dtype
 from kvlib.attention import IDENTITY, Affine
 from kvlib.cache import PrefixCache, forward, handoff_cache
-from kvlib.handoff import attach, compute_dtype
 from kvlib.maps.residual import WEIGHTS, ResidualMap
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
@@ -56,7 +56,7 @@ def train(
     learning_rate: float,
     head_weight: torch.Tensor,
     micro_batch: int | None = None,
-    plain: bool = False,
+    frozen: "Frozen | None" = None,
 ) -> Iterator[Step]:
     """Yield after every step; only the map's four weights change. Stops after yielding a loss that is not finite.
 
@@ -66,13 +66,12 @@ def train(
         steps: in all, `warmup_steps` of KV-MSE included. learning_rate: Adam's, with a cosine decay to a tenth.
         head_weight: the target's output embedding (V, C), float32: logits in half precision would be noise.
         micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's.
-        plain: torch's own products over padded batches on a CPU too: a reference for what is faster.
+        frozen: the target and its head as `Frozen.of` makes them, for several trainings; made here when None.
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
     optimiser = torch.optim.Adam(weights.values(), lr=learning_rate, betas=(0.9, 0.95))
     rotary = rotary_of(target) if current.needs_rotary else None
-    frozen = None
     for number in range(steps):
         warm = number < warmup_steps
         for group in optimiser.param_groups:
@@ -87,7 +86,7 @@ def train(
             if warm:
                 value = kv_mse(current, piece, rotary)
             else:
-                frozen = frozen or Frozen.of(target, head_weight, None if plain else piece.inputs.numel())
+                frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
                 value = forced_kl(frozen, current, piece, rotary)
             (value * share).backward()
             loss += float(value.detach()) * share
