@@ -79,7 +79,7 @@ def moved_frontier(final: dict, latency: dict) -> go.Figure:
         "The frontier again: KL32 (nats per token, lower is closer to native) and time to first token (ms, p50)",
         x="time to first token (ms, p50, logarithmic)",
         y="KL32 (nats per token)",
-        height=540,
+        height=590,
     )
     figure.update_xaxes(**log_axis([ms for found in times.values() for ms in found if ms], pad=0.15))
     figure.update_yaxes(range=[-0.06 * highest, 1.12 * highest])
@@ -113,12 +113,12 @@ def step_parts(latency: dict) -> go.Figure:
         figure.add_annotation(
             text="no step was taken apart", showarrow=False, xref="paper", yref="paper", x=0.5, y=0.5
         )
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", legend_traceorder="normal")
     figure.update_yaxes(autorange="reversed")
     return finish(
         figure,
         "Where one step's time goes (ms), under a profiler",
         x="time within the profiled step (ms)",
-        height=220 + 52 * len(bars),
+        height=260 + 52 * len(bars),
         legend_px=10,
     )
