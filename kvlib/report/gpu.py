@@ -24,7 +24,10 @@ HEADINGS = {
 }
 CAPTIONS = {
     "rows": "Time to first token by path, mode and prefix length.",
+    "compiled": "Compiled steps, with what the first call took.",
+    "ratios": "Ratios within that run.",
     "memory": "Peak extra memory by the allocator's count.",
+    "left_out": "What was not measured, and why.",
     "correctness": "Absorbed against materialised: how far apart their logits are.",
     "floor": "What one step must read, and how long that takes at the bandwidth measured in the same run.",
 }
@@ -51,27 +54,29 @@ def gpu_facts(found: dict | None) -> dict[str, str]:
     machine = found["machine"]
     bandwidth = machine.get("memory_bandwidth_gb_s")
     return {
-        "gpu": f"{found['label'][:1].upper()}{found['label'][1:]}: what follows was measured on {machine['name']} with models of the "
-        "shapes that the study used and weights drawn at random, so that times and memory mean something and fidelity does not. "
+        "gpu": f"{found['label'][:1].upper()}{found['label'][1:]}: what follows was measured on {machine['name']}, with models "
+        "whose weights are drawn at random: times and memory mean something there, fidelity does not. "
         + (f"The memory there moves {gigabytes_per_second(bandwidth)}. " if bandwidth else "")
         + f"All of it took {duration(found['seconds'])}."
     }
 
 
 def gpu_tables(found: dict | None) -> dict[str, pd.DataFrame]:
-    """Caption -> table; the label stands in every caption. Empty where no results were given."""
+    """Caption -> table, for all that the results hold; the label stands in every caption. Empty where none were given."""
     if found is None:
         return {}
     tables = {}
     for key, caption in CAPTIONS.items():
-        rows = found[key] if isinstance(found[key], list) else [found[key]]
-        tables[f"{caption} ({found['label']})"] = _table(rows)
+        rows = found.get(key) or []
+        if rows:
+            tables[f"{caption} ({found['label']})"] = _table(rows if isinstance(rows, list) else [rows])
     return tables
 
 
 def _table(rows: list[dict]) -> pd.DataFrame:
     """Rows as they were written, with headings for readers; bytes in MiB; values that are lists or keys in words."""
-    cells = [{_heading(key): _cell(key, value) for key, value in row.items()} for row in rows if row]
+    rows = [row if isinstance(row, dict) else {"what": row} for row in rows]
+    cells = [{_heading(key): _cell(key, value) for key, value in row.items()} for row in rows]
     return pd.DataFrame(cells).astype(object).pipe(lambda t: t.where(t.notna(), None))
 
 
