@@ -11,6 +11,7 @@ from kvlib import guards
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
+from kvlib.linear import fast_linears
 from kvlib.origin import Origin
 
 
@@ -286,12 +287,13 @@ def prefill(
     tokens = input_ids.shape[1]
     step = chunk_tokens or tokens
     cache, hidden = DynamicCache(), []
-    for start in range(0, tokens, step):
-        part = input_ids[:, start : start + step]
-        positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0)
-        states = forward(model, part, cache, positions)
-        if return_hidden:
-            hidden.append(states)
+    with fast_linears(model):
+        for start in range(0, tokens, step):
+            part = input_ids[:, start : start + step]
+            positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0)
+            states = forward(model, part, cache, positions)
+            if return_hidden:
+                hidden.append(states)
     prefix = PrefixCache.from_dynamic(cache)
     prefix.origin = Origin.of(model, input_ids)
     return (prefix, torch.cat(hidden, 1)) if return_hidden else prefix

@@ -111,12 +111,17 @@ def check_computed_by(cache, model, input_ids) -> None:
 def check_finite(cache, owner: str) -> None:
     """Raises KvlibError at the first layer that holds NaN or infinity, padding included (0 × NaN is NaN)."""
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values)):
-        for name, tensor in (("keys", k), ("values", v)):
-            if not all_finite(tensor):
-                raise KvlibError(
-                    f"the {name} of layer {layer} of {owner}'s cache hold NaN or infinity, expected finite values: "
-                    "check the model's weights and dtype"
-                )
+        check_layer_finite(layer, k, v, owner)
+
+
+def check_layer_finite(layer: int, keys: torch.Tensor, values: torch.Tensor, owner: str) -> None:
+    """`check_finite` of one layer."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        if not all_finite(tensor):
+            raise KvlibError(
+                f"the {name} of layer {layer} of {owner}'s cache hold NaN or infinity, expected finite values: "
+                "check the model's weights and dtype"
+            )
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
