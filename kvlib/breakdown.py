@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from kvlib import attaching, latency
 from kvlib.attention import Affine
 from kvlib.cache import PrefixCache
-from kvlib.handoff import Handoff
+from kvlib.folding import Folding
 from kvlib.latency import TargetPath, clock, first_token
 from kvlib.maps import CacheMap
+from kvlib.reading import Handoff
 
 WEIGHTS, HEAD, ATTENTION = "weights' matrix products", "output head", "attention over the prefix"
 MAP, BODY, ATTACHING = "the map", "norms, rotary, activations", "attaching and leaving"
@@ -30,7 +31,7 @@ STEP = "kvlib, the whole step"
 CHOOSING = ("aten::argmax", "aten::item", "aten::_local_scalar_dense")
 # Where each part of a handoff is computed. In these two parts Python counts as well as operators.
 FUNCTIONS = {
-    MAP: [(Affine, "forward"), (Affine, "transpose"), (CacheMap, "materialise"), (CacheMap, "apply_")],
+    MAP: [(Affine, "forward"), (Affine, "transpose"), (CacheMap, "materialise"), (Folding, "_fold")],
     ATTENTION: [(attaching, "two_segment_attention")],
     ATTACHING: [(latency, "handoff"), (Handoff, "__enter__"), (Handoff, "__exit__")],
 }

@@ -46,13 +46,14 @@ class TargetPath:
     """One way to the target's first token.
 
     name: as in the records. way: "prefill" is native; "stock" is transformers' own attention on the source's
-    cache; "handoff" goes through `kvlib.handoff` with `cache_map` and `mode`.
+    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled`.
     """
 
     name: str
     way: str
     cache_map: CacheMap | None = None
     mode: str = "auto"
+    compiled: bool = False
 
     def __post_init__(self):
         if self.way not in WAYS or (self.way == "handoff") != (self.cache_map is not None):
@@ -125,7 +126,8 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
         with fast_linears(target):
             logits = head(forward(target, last, cache, prefix.lengths.unsqueeze(1)))
     else:
-        with handoff(target, prefix, path.cache_map, path.mode, check=False) as active:
+        options = {"check": False, "compiled": path.compiled}
+        with handoff(target, prefix, path.cache_map, path.mode, **options) as active:
             logits = active.logits(last, last=True)
         cache, mode = active.cache, active.mode
     return FirstToken(int(logits[0, -1].argmax()), mode, cache)

@@ -1,7 +1,6 @@
 """The same map into the target by every other way than the one that a handoff chooses, as paths to be timed."""
 
-from dataclasses import replace
-
+from kvlib.compiled import why_not_compiled
 from kvlib.latency import TargetPath
 from kvlib.maps import CacheMap
 
@@ -16,19 +15,22 @@ def mode_paths(
     """A path NAME@WAY for each of `ways` that the map can take, and what was left out.
 
     Args:
-        ways: of `WAYS`: "materialised" writes a corrected second cache, as the study's figures imply; "compiled" is the
-            handoff's own choice, compiled.
+        ways: of `WAYS`: "materialised" writes a corrected second cache, as the study's figures imply; "compiled" is in
+            place, by a pass that torch.compile made: its first run, which compiles, should be a warm-up.
 
     Returns: (paths, left out: {"path", "mode", "reason"} each).
     """
-    obstacle, paths, left_out = cache_map.why_not_affine, [], []
+    obstacles = dict.fromkeys(AFFINE_ONLY, cache_map.why_not_affine) | {
+        "compiled": why_not_compiled(cache_map)
+    }
+    paths, left_out = [], []
     for way in ways:
-        if way in AFFINE_ONLY and obstacle:
-            left_out.append({"path": name, "mode": way, "reason": obstacle})
-            continue
-        mode = "auto" if way == "compiled" else way
-        path = TargetPath(f"{name}{MARK}{way}", "handoff", cache_map, mode)
-        paths.append(replace(path, compiled=True) if way == "compiled" else path)
+        compiled = way == "compiled"
+        if obstacles.get(way):
+            left_out.append({"path": name, "mode": way, "reason": obstacles[way]})
+        else:
+            mode = "in_place" if compiled else way
+            paths.append(TargetPath(f"{name}{MARK}{way}", "handoff", cache_map, mode, compiled))
     return paths, left_out
 
 

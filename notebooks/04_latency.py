@@ -108,8 +108,8 @@ show(
 # The same learned map can be applied in several ways, and what is chosen need not be taken on trust: the others were
 # timed in the same rounds as the paths above. *Written out* makes a second, corrected cache first. *In place* corrects
 # the cache that was handed over, without a second one. *Background*, where it was asked for, starts absorbed and
-# folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. *Compiled*
-# is the way chosen, put through torch's compiler first; the time which that takes comes before any clock.
+# folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. *Compiled*,
+# where it was asked for, is in place by a pass that torch's compiler made; compiling itself falls into a warm-up.
 #
 # {glue:text}`ways` {glue:text}`left_out`
 

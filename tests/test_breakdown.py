@@ -4,15 +4,28 @@ import time
 
 import pytest
 import torch
-from test_latency import maps_for
 from tiny import tiny_llama, tokens
 
-from kvlib import DirectMap, attaching, latency, prefill
+from kvlib import DirectMap, ResidualMap, attaching, latency, prefill
 from kvlib.attention import Affine
 from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PARTS, PYTHON, WEIGHTS, breakdown
-from kvlib.handoff import Handoff
+from kvlib.folding import Folding
+from kvlib.geometry import Geometry
 from kvlib.latency import TargetPath
 from kvlib.maps import CacheMap
+from kvlib.reading import Handoff
+
+
+def learned_map(residual: str = "quadratic") -> ResidualMap:
+    """A residual that changes something, for `tiny_llama`."""
+    shape, generator = Geometry.of(tiny_llama()), torch.Generator().manual_seed(0)
+    one = torch.ones(shape.layers, shape.heads)
+    initial = ResidualMap.initial(one, one, shape.head_dim, 4, residual=residual, generator=generator)
+    tensors = {
+        name: torch.randn(t.shape, generator=generator) * 0.3 if "right" in name else t
+        for name, t in initial.tensors().items()
+    }
+    return ResidualMap.restore(initial.settings(), tensors)
 
 
 def parts_of(path: TargetPath, length: int = 40, repetitions: int = 1) -> dict[str, float]:
@@ -60,7 +73,7 @@ def test_only_a_path_with_a_map_spends_time_on_one():
         ("linear", "materialised"),
         ("quadratic", "auto"),
     ):
-        learned = maps_for(tiny_llama(), residual)["learned"]
+        learned = learned_map(residual)
         assert parts_of(TargetPath("learned", "handoff", learned, mode))[MAP] > 0, mode
 
 
@@ -90,7 +103,7 @@ def test_nothing_is_left_behind_not_even_by_a_run_that_fails(monkeypatch):
     prefix = prefill(target, ids[:, :-1])
     before = [
         attaching.two_segment_attention, latency.handoff, Handoff.__enter__, Handoff.__exit__, Affine.forward,
-        Affine.transpose, CacheMap.apply_, CacheMap.materialise,
+        Affine.transpose, Folding._fold, CacheMap.materialise,
     ]  # fmt: skip
     breakdown(target, TargetPath("direct", "handoff", DirectMap()), ids, prefix, 1)
     monkeypatch.setattr("kvlib.breakdown.first_token", lambda *_: 1 / 0)
@@ -98,7 +111,7 @@ def test_nothing_is_left_behind_not_even_by_a_run_that_fails(monkeypatch):
         breakdown(target, TargetPath("direct", "handoff", DirectMap()), ids, prefix, 1)
     after = [
         attaching.two_segment_attention, latency.handoff, Handoff.__enter__, Handoff.__exit__, Affine.forward,
-        Affine.transpose, CacheMap.apply_, CacheMap.materialise,
+        Affine.transpose, Folding._fold, CacheMap.materialise,
     ]  # fmt: skip
     assert before == after
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.modules())
@@ -108,7 +121,7 @@ def test_a_path_that_consumes_its_cache_leaves_the_given_one_as_it_was():
     target, ids = tiny_llama(), tokens(1, 12)
     prefix = prefill(target, ids[:, :-1])
     kept = [k.clone() for k in prefix.keys]
-    path = TargetPath("learned", "handoff", maps_for(target)["learned"])
+    path = TargetPath("learned", "handoff", learned_map())
     assert path.consumes_prefix
     breakdown(target, path, ids, prefix, 2)
     assert all(torch.equal(a, b) for a, b in zip(kept, prefix.keys, strict=True))

@@ -30,9 +30,21 @@ def test_ways_that_a_map_cannot_take_are_left_out_with_the_reason():
     ]
     assert {entry["reason"] for entry in left_out} == {maps["learned"].why_not_affine}
     affine = maps_for(tiny_llama(), "linear")["learned"]
-    paths, left_out = mode_paths("learned", affine, ("absorbed", "in_place"))
-    assert [path.mode for path in paths] == ["absorbed", "in_place"] and not left_out
-    assert [path.consumes_prefix for path in paths] == [False, True]
+    paths, left_out = mode_paths("learned", affine, ("absorbed", "in_place", "background", "compiled"))
+    assert [path.mode for path in paths] == [
+        "absorbed",
+        "in_place",
+        "background",
+        "in_place",
+    ] and not left_out
+    assert [path.compiled for path in paths] == [False, False, False, True]
+    assert [path.consumes_prefix for path in paths] == [
+        False,
+        True,
+        False,
+        True,
+    ]  # one call folds nothing yet
+    assert mode_paths("ridge", maps["ridge"], ("compiled",))[1][0]["reason"].startswith("a ridge map is one")
     assert split_name("learned@in_place") == ("learned", "in_place") and split_name("direct") == (
         "direct",
         "",

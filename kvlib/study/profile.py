@@ -156,7 +156,7 @@ class Latency(Strict):
     repetitions: list[Count]
     cold_repetitions: list[Annotated[int, Field(ge=0)]]
     memory: bool = True
-    modes: list[Literal[WAYS]] = ["materialised", "in_place"]
+    modes: list[Literal[WAYS]] = ["materialised", "in_place", "background"]
     breakdown: bool = True
     pipeline_repetitions: list[Annotated[int, Field(ge=0)]] = []
 
