@@ -1,5 +1,6 @@
 """A prompt's key-value cache as plain tensors; the only file that touches transformers' cache classes."""
 
+import contextlib
 import inspect
 import operator
 
@@ -9,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvlib import guards
 from kvlib.errors import KvlibError
+from kvlib.filled import CacheIsFull, filled_cache
 from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
 from kvlib.origin import Origin
@@ -271,10 +273,12 @@ def forward(
 def prefill(
     model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: bool = False
 ) -> "PrefixCache | tuple[PrefixCache, torch.Tensor]":
-    """A model's cache over `input_ids` (B, T), without computing any logits.
+    """A model's cache over `input_ids` (B, T), without computing any logits, nor what follows the last layer's keys
+    and values when the hidden states are not asked for.
 
     Args:
-        chunk_tokens: positions per forward pass; the whole prompt at once when None.
+        chunk_tokens: positions per forward pass, written into place: less memory for a few per cent more time. The
+            whole prompt at once when None.
         return_hidden: also return the final hidden states (B, T, C), the head's input.
     """
     check_prompt(model, input_ids)
@@ -283,15 +287,24 @@ def prefill(
         raise KvlibError(
             f"chunk_tokens is {chunk_tokens}, expected 1 or more, or None for the whole prompt at once"
         )
-    tokens = input_ids.shape[1]
-    step = chunk_tokens or tokens
-    cache, hidden = DynamicCache(), []
-    for start in range(0, tokens, step):
-        part = input_ids[:, start : start + step]
-        positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0)
-        states = forward(model, part, cache, positions)
-        if return_hidden:
-            hidden.append(states)
+    cache = filled_cache(Geometry.of(model).layers, input_ids.shape[1], stop=not return_hidden)
+    hidden = fill(model, input_ids, cache, chunk_tokens)
     prefix = PrefixCache.from_dynamic(cache)
     prefix.origin = Origin.of(model, input_ids)
     return (prefix, torch.cat(hidden, 1)) if return_hidden else prefix
+
+
+@torch.no_grad()
+def fill(model, input_ids: torch.Tensor, cache: Cache, chunk_tokens: int | None = None) -> list[torch.Tensor]:
+    """Run the model's body over `input_ids` (B, T) after what `cache` holds, in chunks.
+
+    Returns: the final hidden states (B, chunk, C) of the chunks that ran to the end, none where `filled_cache` stops.
+    """
+    seen, tokens, hidden = cache.get_seq_length(), input_ids.shape[1], []
+    step = chunk_tokens or tokens
+    for start in range(0, tokens, step):
+        part = input_ids[:, start : start + step]
+        positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0) + seen
+        with contextlib.suppress(CacheIsFull):
+            hidden.append(forward(model, part, cache, positions))
+    return hidden

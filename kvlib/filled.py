@@ -1,0 +1,96 @@
+"""Cache layers that a prefill writes into place: chunks are never joined, and each layer says when it is whole."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from kvlib.errors import KvlibError
+
+
+class CacheIsFull(Exception):
+    """Every layer has what this pass was for: the last layer's attention and all that follows would be thrown away."""
+
+
+class FilledLayer(CacheLayerMixin):
+    """One layer's keys and values for `tokens` positions, made once and written chunk by chunk.
+
+    Args:
+        keys, values: (B, H, T, D) to write into; made at the first update when None.
+        after: called after each update; what it raises ends the model's pass.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, tokens: int, keys=None, values=None, after: Callable[[], None] = lambda: None):
+        super().__init__()
+        self.tokens, self.after, self.seen = tokens, after, 0
+        self.whole_keys, self.whole_values = keys, values
+        self.is_initialized = True  # not by `lazy_initialization`, which some callers skip
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if self.whole_keys is None:
+            self.whole_keys, self.whole_values = (
+                t.new_empty(*t.shape[:2], self.tokens, t.shape[3]) for t in (key_states, value_states)
+            )
+        part = slice(self.seen, self.seen + key_states.shape[2])
+        for whole, new in ((self.whole_keys, key_states), (self.whole_values, value_states)):
+            place = whole[:, :, part]
+            if place.shape != new.shape or place.dtype != new.dtype:  # copying would broadcast, or cast
+                raise KvlibError(
+                    f"the model wrote {tuple(new.shape)} {new.dtype} into a cache with room for {tuple(place.shape)} {place.dtype}, "
+                    "expected what its configuration says: choose another model"
+                )
+            place.copy_(new)
+        self.seen = part.stop
+        self.keys, self.values = self.whole_keys[:, :, : self.seen], self.whole_values[:, :, : self.seen]
+        self.after()
+        return self.keys, self.values
+
+    def get_seq_length(self, *args) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
+        # transformers before 5.20 passes the query's positions, later ones its length
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+
+def filled_cache(
+    layers: int,
+    tokens: int,
+    tensors: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    *,
+    stop: bool,
+    whole: Callable[[int], None] = lambda layer: None,
+) -> Cache:
+    """A transformers cache of `FilledLayer`s for `tokens` positions.
+
+    Args:
+        tensors: (keys, values) per layer to write into, each (B, H, T, D); made as the model comes by when None.
+        stop: raise `CacheIsFull` out of the model's pass as soon as it has written every layer.
+        whole: called with a layer's index when all its positions are there, the layer's attention still to come.
+    """
+
+    def after(layer: int) -> None:
+        seen = held[layer].seen
+        if seen == tokens:
+            whole(layer)
+        if stop and all(one.seen == seen for one in held):
+            raise CacheIsFull
+
+    held = [
+        FilledLayer(tokens, *(tensors[i] if tensors else ()), after=partial(after, i)) for i in range(layers)
+    ]
+    return Cache(layers=held)
