@@ -283,10 +283,7 @@ def prefill(
     """
     check_prompt(model, input_ids)
     check_full_attention(model)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise KvlibError(
-            f"chunk_tokens is {chunk_tokens}, expected 1 or more, or None for the whole prompt at once"
-        )
+    guards.check_chunk(chunk_tokens)
     cache = filled_cache(Geometry.of(model).layers, input_ids.shape[1], stop=not return_hidden)
     hidden = fill(model, input_ids, cache, chunk_tokens)
     prefix = PrefixCache.from_dynamic(cache)

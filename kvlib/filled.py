@@ -73,20 +73,20 @@ def filled_cache(
     tensors: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
     *,
     stop: bool,
-    whole: Callable[[int], None] = lambda layer: None,
+    written: Callable[[int, bool], None] = lambda layer, whole: None,
 ) -> Cache:
     """A transformers cache of `FilledLayer`s for `tokens` positions.
 
     Args:
         tensors: (keys, values) per layer to write into, each (B, H, T, D); made as the model comes by when None.
         stop: raise `CacheIsFull` out of the model's pass as soon as it has written every layer.
-        whole: called with a layer's index when all its positions are there, the layer's attention still to come.
+        written: called after each update with the layer's index and whether all its positions are there now; the
+            layer's attention is still to come. What it raises ends the pass.
     """
 
     def after(layer: int) -> None:
         seen = held[layer].seen
-        if seen == tokens:
-            whole(layer)
+        written(layer, seen == tokens)
         if stop and all(one.seen == seen for one in held):
             raise CacheIsFull
 
