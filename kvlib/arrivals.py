@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvlib.errors import KvlibError
+
 
 class SourceStopped(Exception):
     """Raised in the source's thread when nobody waits for its layers any more."""
@@ -38,10 +40,10 @@ class Turns:
                     for mode in modes:
                         stack.enter_context(mode)
                     work()
-            except BaseException as error:  # it is raised again where the target waits
-                self.failure = error
-            with self._change:
-                self._change.notify_all()
+            except BaseException as error:  # whoever waits learns of it
+                with self._change:
+                    self.failure = error
+                    self._change.notify_all()
 
         self._thread = threading.Thread(target=run, name="kvlib-source")
         self._thread.start()
@@ -56,20 +58,19 @@ class Turns:
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._stopped or self.asked not in self.there)
 
-    def wait(self, layer: int) -> None:
-        """Returns when a layer can be read. Raises what ended the source's work before."""
+    def wait(self, layer: int) -> bool:
+        """Returns true when a layer can be read, false when the source has failed before it; see `failure`."""
         if self.asked is None and self.whole:
-            return
+            return True
         with self._change:
             self.asked = layer
             self._change.notify_all()
             self._change.wait_for(lambda: layer in self.there or self.failure is not None)
-            if layer not in self.there:
-                self.asked = None
-                raise self.failure
-            if self.whole:
+            found = layer in self.there
+            if self.whole or not found:
                 self.asked = None
                 self._change.notify_all()
+            return found
 
     @property
     def whole(self) -> bool:
@@ -99,7 +100,7 @@ class Streams:
         with torch.cuda.stream(self.stream):
             try:
                 work()
-            except Exception as error:  # in queueing: it is raised again where the target waits
+            except Exception as error:  # in queueing
                 self.failure = error
 
     def written(self, layer: int, whole: bool) -> None:
@@ -108,10 +109,12 @@ class Streams:
         self.events[layer] = torch.cuda.Event()
         self.events[layer].record(self.stream)
 
-    def wait(self, layer: int) -> None:
+    def wait(self, layer: int) -> bool:
+        """Has the caller's stream wait for a layer, not the host; false when the source has failed before it."""
         if layer not in self.events:
-            raise self.failure
+            return False
         torch.cuda.current_stream(self.device).wait_event(self.events[layer])
+        return True
 
     @property
     def whole(self) -> bool:
@@ -123,6 +126,11 @@ class Streams:
 
 
 def arrivals_for(device: torch.device, layers: int) -> Turns | Streams:
+    """What fits the device. Raises KvlibError where there is nothing."""
+    if device.type not in ("cpu", "cuda"):
+        raise KvlibError(
+            f"a pipeline asked for on {device.type}, expected cpu or cuda: use kvlib.prefill and kvlib.handoff one after the other"
+        )
     return Streams(layers, device) if device.type == "cuda" else Turns(layers)
 
 

@@ -1,5 +1,6 @@
 """Give a model an attention function that reads a handed-over prefix, and take it away again."""
 
+import contextlib
 import uuid
 
 import torch
@@ -8,6 +9,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvlib.attention import two_segment_attention
 from kvlib.errors import KvlibError
 from kvlib.geometry import name_or_type
+from kvlib.linear import fast_linears
 
 
 def compute_dtype(model) -> torch.dtype:
@@ -16,11 +18,14 @@ def compute_dtype(model) -> torch.dtype:
     return torch.float32 if weight.device.type == "cpu" and weight.dtype != torch.float64 else weight.dtype
 
 
-def attach(model, cache, maps, valid):
+def attach(model, cache, maps, valid, before=None):
     """Give `model` an attention function of its own that reads the prefix of `cache` through `maps`.
 
+    Until it is taken away, the model's linear layers go through `kvlib.linear` as well.
+
     Args:
-        maps: (key, value) `Affine` per layer. valid: bool (B, T) or None.
+        maps: (key, value) `Affine` per layer; looked up at every read. valid: bool (B, T) or None.
+        before: called with a layer's index ahead of every read of its prefix.
 
     Returns: a function that takes it away again; its `calls` counts how often the model came by, its `name` is
     the attention's.
@@ -28,6 +33,8 @@ def attach(model, cache, maps, valid):
     name = f"kvlib-handoff-{uuid.uuid4().hex}"
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        if before is not None:
+            before(module.layer_idx)
         layer = cache.layers[module.layer_idx]
         restore.calls += 1
         _check_call(model, layer, query, key)
@@ -38,11 +45,14 @@ def attach(model, cache, maps, valid):
         return out.transpose(1, 2), None
 
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    before = model.config._attn_implementation
+    used_before = model.config._attn_implementation
     model.config._attn_implementation = name
+    linears = contextlib.ExitStack()
+    linears.enter_context(fast_linears(model))
 
     def restore():
-        model.config._attn_implementation = before
+        linears.close()
+        model.config._attn_implementation = used_before
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
     restore.calls, restore.name = 0, name

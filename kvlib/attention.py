@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvlib import products
+
 QUERY_ROWS = 4096  # bounds the score matrix: queries are taken in chunks of this many rows per KV head
 
 
@@ -96,7 +98,10 @@ def two_segment_attention(
             t.float() for t in (q, prefix_keys, prefix_values, new_keys, new_values)
         )
     q = (q * scaling).reshape(batch, heads, group * steps, dim)  # a KV head's queries side by side
-    prefix_scores = key_map.transpose(q) @ prefix_keys.transpose(-1, -2)  # (B, H, G S, T)
+    read = key_map.transpose(q)
+    prefix_scores = products.scores(read.flatten(0, 1), prefix_keys.flatten(0, 1)).unflatten(
+        0, (batch, heads)
+    )  # (B, H, G S, T)
     if key_map.bias is not None:
         prefix_scores = prefix_scores + (q @ key_map.bias.unsqueeze(-1))  # q · c, the same at every position
     new_scores = q @ new_keys.transpose(-1, -2)  # (B, H, G S, N)
@@ -109,7 +114,9 @@ def two_segment_attention(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     p = torch.cat([prefix_scores, new_scores], -1).softmax(-1, dtype=wide).to(q.dtype)
     p_prefix, p_new = p.split([prefix_keys.shape[2], new_keys.shape[2]], -1)
-    out = p_prefix @ prefix_values  # (B, H, G S, D)
+    out = products.weighted_sum(p_prefix.flatten(0, 1), prefix_values.flatten(0, 1)).unflatten(
+        0, (batch, heads)
+    )  # (B, H, G S, D)
     if not value_map.is_identity:
         share = p_prefix.sum(-1, keepdim=True) if value_map.bias is not None else None
         out = value_map.forward(out, share)

@@ -9,6 +9,7 @@ from kvlib.cache import PrefixCache, forward
 from kvlib.errors import KvlibError
 from kvlib.guards import all_finite, check_prompt, kind_of, position_limit
 from kvlib.handoff import handoff
+from kvlib.linear import fast_linears
 from kvlib.maps.base import CacheMap
 
 
@@ -35,15 +36,16 @@ def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
     _check_steps(target, prompts.shape[1], steps)
     cache, head = DynamicCache(), target.get_output_embeddings()
     positions = torch.arange(prompts.shape[1], device=prompts.device).unsqueeze(0)
-    state = forward(target, prompts, cache, positions)[:, -1:]
-    logits = head(state)
-    hidden, forced = [state], [logits.argmax(-1)]
-    for step in range(steps - 1):
-        position = torch.full((1, 1), prompts.shape[1] + step, device=prompts.device)
-        state = forward(target, forced[-1], cache, position)
+    with fast_linears(target):
+        state = forward(target, prompts, cache, positions)[:, -1:]
         logits = head(state)
-        hidden.append(state)
-        forced.append(logits.argmax(-1))
+        hidden, forced = [state], [logits.argmax(-1)]
+        for step in range(steps - 1):
+            position = torch.full((1, 1), prompts.shape[1] + step, device=prompts.device)
+            state = forward(target, forced[-1], cache, position)
+            logits = head(state)
+            hidden.append(state)
+            forced.append(logits.argmax(-1))
     _check_finite("native", logits)  # NaN stays in the cache, so that the last step shows it
     forced = torch.cat(forced, 1)
     return Reference(torch.cat([prompts[:, -1:], forced[:, :-1]], 1), forced, torch.cat(hidden, 1))
@@ -62,7 +64,8 @@ def text_reference(target, prompts: torch.Tensor, continuation: torch.Tensor) ->
     check_prompt(target, continuation)
     tokens = torch.cat([prompts, continuation[:, :-1]], 1)
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    hidden = forward(target, tokens, DynamicCache(), positions)
+    with fast_linears(target):
+        hidden = forward(target, tokens, DynamicCache(), positions)
     start = prompts.shape[1] - 1
     return Reference(tokens[:, start:], continuation, hidden[:, start:])
 
@@ -162,4 +165,5 @@ def path_divergence(
     head = target.get_output_embeddings()
     with handoff(target, prefix, cache_map, mode, check=check) as active:
         path = active.logits(reference.inputs)
-    return divergence(head(reference.hidden), path, reference.forced)
+        native = head(reference.hidden)
+    return divergence(native, path, reference.forced)

@@ -111,12 +111,17 @@ def check_computed_by(cache, model, input_ids) -> None:
 def check_finite(cache, owner: str) -> None:
     """Raises KvlibError at the first layer that holds NaN or infinity, padding included (0 × NaN is NaN)."""
     for layer, (k, v) in enumerate(zip(cache.keys, cache.values)):
-        for name, tensor in (("keys", k), ("values", v)):
-            if not all_finite(tensor):
-                raise KvlibError(
-                    f"the {name} of layer {layer} of {owner}'s cache hold NaN or infinity, expected finite values: "
-                    "check the model's weights and dtype"
-                )
+        check_layer_finite(layer, k, v, owner)
+
+
+def check_layer_finite(layer: int, keys: torch.Tensor, values: torch.Tensor, owner: str) -> None:
+    """`check_finite` of one layer."""
+    for name, tensor in (("keys", keys), ("values", values)):
+        if not all_finite(tensor):
+            raise KvlibError(
+                f"the {name} of layer {layer} of {owner}'s cache hold NaN or infinity, expected finite values: "
+                "check the model's weights and dtype"
+            )
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
@@ -208,6 +213,14 @@ def check_chunk(chunk_tokens: int | None) -> None:
     if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise KvlibError(
             f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None for the whole prompt at once"
+        )
+
+
+def check_held_back(input_ids: torch.Tensor) -> None:
+    """Raises KvlibError for prompts (B, T) of one token: the last one is held back, and a cache covers the others."""
+    if input_ids.shape[1] < 2:
+        raise KvlibError(
+            f"prompts of {input_ids.shape[1]} token given, expected at least 2: the cache covers all but the last"
         )
 
 

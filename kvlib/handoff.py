@@ -7,22 +7,20 @@
 `prefix` covers all of the prompt but its last token. The chosen mode and the reason are on the result.
 """
 
-import contextlib
-
 import torch
 
 from kvlib import guards
-from kvlib.attaching import attach, compute_dtype
-from kvlib.attention import IDENTITY
-from kvlib.cache import PrefixCache, cache_argument, forward, handoff_cache, prefill
+from kvlib.cache import PrefixCache, prefill
+from kvlib.compiled import why_not_compiled
 from kvlib.errors import KvlibError
-from kvlib.geometry import Geometry, name_or_type, rotary_of
+from kvlib.folding import PARTLY
+from kvlib.geometry import Geometry, name_or_type
 from kvlib.maps import CacheMap, DirectMap
+from kvlib.reading import CORRECTING, Handoff
 
-OURS = ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache")
 # Kinds of model that the tests hold against native prefill; any other is held against it here, before it is used.
 PROVEN = ("gemma", "llama", "olmo", "olmo2", "phi3", "qwen2", "qwen3", "smollm3", "starcoder2")
-MODES = ("auto", "absorbed", "in_place", "materialised")
+MODES = ("auto", "absorbed", "in_place", "materialised", "background")
 
 
 def handoff(
@@ -33,17 +31,21 @@ def handoff(
     *,
     check: bool = True,
     source=None,
-) -> "Handoff":
+    compiled: bool = False,
+) -> Handoff:
     """Prepare a handoff; use it as a context manager (the model is restored on leaving).
 
     Args:
         model: the target. prefix: the source's cache over all but the prompt's last token.
         mode: "absorbed" leaves the cache alone and applies the map inside attention; "in_place" corrects the prefix's
-            own tensors in chunks; "materialised" corrects a copy. "auto" takes absorbed where the map allows it, else
-            in_place.
+            own tensors, each layer right before it is first read; "background" begins absorbed and corrects them over
+            the calls after the first; "materialised" corrects a copy. "auto" takes absorbed where the map allows it,
+            else in_place. Neither of the two that correct in place leaves a cache corrected in some layers only.
         check: geometry, dtype, device, length and finite values; vocabulary and rotary embedding where the prefix's
             origin is known; finite logits. Leave it on unless the same prefix was checked before.
         source: the model, or its `Origin.identity`, that must have computed the prefix. None: any whose cache fits.
+        compiled: correct in place by a pass that torch.compile made (seconds, the first time in a process). With
+            "auto" that comes to absorbed there is nothing to compile, and `reason` says so.
 
     Raises: KvlibError when the prefix or map does not fit, or the mode cannot be had (never another one in silence).
     """
@@ -55,7 +57,8 @@ def handoff(
             _check_source(prefix, source)
         prefix.check_finite("the source")
         cache_map.check_fits(Geometry.of(model))
-        if prefix.corrected_by and cache_map.kind != "direct":
+        partly = (prefix.corrected_by or "").startswith(PARTLY)
+        if prefix.corrected_by and (cache_map.kind != "direct" or partly):
             raise KvlibError(
                 f"a cache that a {prefix.corrected_by} map has corrected already was given with a {cache_map.kind} map, expected "
                 "the source's own: prefill again (an in-place handoff uses its cache up), or hand it over with DirectMap()"
@@ -65,18 +68,21 @@ def handoff(
             "source= given with check=False, expected one of the two: source= asks for a check, so leave check on"
         )
     obstacle = cache_map.why_not_affine
-    if mode == "absorbed" and obstacle:
+    if mode in ("absorbed", "background") and obstacle:
         raise KvlibError(
-            f"mode 'absorbed' asked of a {cache_map.kind} map, but {obstacle}: use mode='in_place'"
+            f"mode {mode!r} asked of a {cache_map.kind} map, but {obstacle}: use mode='in_place'"
         )
+    reason, asked = "asked for by name", mode
     if mode == "auto":
         mode = "in_place" if obstacle else "absorbed"
         reason = obstacle or "the map is affine in each head's own vector, so attention absorbs it"
-    else:
-        reason = "asked for by name"
-    if mode == "in_place" and check:
+    if compiled and asked == "auto" and mode == "absorbed":
+        compiled, reason = False, f"{reason}; nothing is corrected in place, so nothing was compiled"
+    elif compiled:
+        _check_compilable(cache_map, mode)
+    if mode in CORRECTING and check:
         guards.check_writable(prefix)
-    return Handoff(model, prefix, cache_map, mode, reason, check)
+    return Handoff(model, prefix, cache_map, mode, reason, check, compiled)
 
 
 def check_arguments(model, prefix, cache_map, mode) -> None:
@@ -95,6 +101,14 @@ def check_arguments(model, prefix, cache_map, mode) -> None:
     if not isinstance(cache_map, CacheMap):
         raise KvlibError(
             f"a {type(cache_map).__name__} given as the map, expected a CacheMap: DirectMap(), or kvlib.load_map(file)"
+        )
+
+
+def _check_compilable(cache_map, mode: str) -> None:
+    why = why_not_compiled(cache_map) if mode in CORRECTING else "which corrects nothing in place"
+    if why:
+        raise KvlibError(
+            f"compiled=True given with mode {mode!r} of a {cache_map.kind} map ({why}): leave compiled out"
         )
 
 
@@ -134,162 +148,3 @@ def check_target(model) -> None:
         raise KvlibError(
             f"the model {name_or_type(model)} given its own cache back moves its logits by {gap:.2g} of {scale:.2g}, {remedy}"
         )
-
-
-class Handoff:
-    """An active handoff. `mode` and `reason` say what was chosen and why; `cache` is the transformers cache."""
-
-    def __init__(
-        self, model, prefix: PrefixCache, cache_map: CacheMap, mode: str, reason: str, check: bool = True
-    ):
-        self.model, self.prefix, self.map, self.mode, self.reason = model, prefix, cache_map, mode, reason
-        self.check, self.cache = check, None
-        self._restore = None
-
-    def __enter__(self) -> "Handoff":
-        if self.cache is not None:
-            raise KvlibError("a handoff was entered a second time, expected once: begin a new one")
-        device = next(self.model.parameters()).device
-        cache_map = self.map.to(device, compute_dtype(self.model))
-        rotary = rotary_of(self.model) if cache_map.needs_rotary else None
-        if self.mode == "in_place":
-            self.prefix = cache_map.apply_(self.prefix, rotary)
-        elif self.mode == "materialised":
-            self.prefix = cache_map.materialise(self.prefix, rotary)
-        if self.check and self.mode != "absorbed":
-            self.prefix.check_finite("the corrected source")  # half precision overflows
-        layers = range(len(self.prefix.keys))
-        maps = [cache_map.affine(i) if self.mode == "absorbed" else (IDENTITY, IDENTITY) for i in layers]
-        self.cache = handoff_cache(self.prefix)
-        self._restore = attach(self.model, self.cache, maps, self.prefix.valid)
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-    @property
-    def seen(self) -> int:
-        """Positions in the cache: the prefix and what was read since."""
-        return self.prefix.tokens if self.cache is None else self.cache.get_seq_length()
-
-    def _check_active(self) -> None:
-        if self._restore is None:
-            raise KvlibError("a handoff was used outside its `with` block: enter it first")
-        if self.model.config._attn_implementation != self._restore.name:
-            raise KvlibError(
-                f"another handoff into {name_or_type(self.model)} was begun within this one, expected one at a time: leave it first"
-            )
-
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Read tokens (B, S): final hidden states (B, S, C)."""
-        self._check_active()
-        self._check_tokens(tokens)
-        new = self.seen - self.prefix.tokens
-        offsets = torch.arange(tokens.shape[1], device=tokens.device) + new
-        positions = self.prefix.lengths.to(tokens.device).unsqueeze(1) + offsets  # (B, S)
-        states = forward(self.model, tokens, self.cache, positions)
-        self._check_read()
-        return states
-
-    def _check_read(self) -> None:
-        if self._restore.calls == 0:
-            raise KvlibError(
-                f"the model {name_or_type(self.model)} did not read the handed-over cache, expected one whose attention goes "
-                "through transformers' AttentionInterface: choose another model"
-            )
-
-    def _check_tokens(self, tokens) -> None:
-        if not isinstance(tokens, torch.Tensor) or tokens.dtype not in guards.TOKEN_DTYPES:
-            raise KvlibError(
-                f"tokens {guards.kind_of(tokens)} given, expected token ids: whole numbers, as an int64 tensor ({self.prefix.batch}, S)"
-            )
-        if tokens.ndim != 2 or tokens.shape[0] != self.prefix.batch or tokens.shape[1] == 0:
-            raise KvlibError(
-                f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt, S at least 1"
-            )
-        limit = guards.position_limit(self.model)
-        if limit is not None and self.seen + tokens.shape[1] > limit:
-            raise KvlibError(
-                f"{tokens.shape[1]} tokens given after {self.seen} positions, the model has {limit}: read fewer tokens"
-            )
-        if self.check:
-            guards.check_vocabulary(self.model, tokens)
-
-    def logits(self, tokens: torch.Tensor, last: bool = False) -> torch.Tensor:
-        """Read tokens (B, S): logits (B, S, V), of the last position only (B, 1, V) when `last`."""
-        hidden = self.hidden(tokens)
-        logits = self.model.get_output_embeddings()(hidden[:, -1:] if last else hidden)
-        if self.check:
-            self._check_logits(logits)
-        return logits
-
-    def _check_logits(self, logits: torch.Tensor) -> None:
-        if not guards.all_finite(logits):
-            raise KvlibError(
-                f"the logits of {name_or_type(self.model)} over the handed-over cache hold NaN or infinity, expected finite values: "
-                "check the target's weights, the map and the dtype"
-            )
-
-    @torch.no_grad()
-    def generate(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
-        """transformers' `generate` on the handed-over cache.
-
-        Args:
-            input_ids: the whole prompt (B, T + 1), the held-back last token included. kwargs: as for `generate`.
-        """
-        self._check_active()
-        if self.seen != self.prefix.tokens:
-            raise KvlibError(
-                f"this handoff has read {self.seen - self.prefix.tokens} tokens already, expected none before `generate`: "
-                "begin a new handoff of the same prefix"
-            )
-        self._check_prompt(input_ids, kwargs)
-        valid = self.prefix.valid
-        mask = torch.ones_like(input_ids)
-        if valid is not None:
-            mask[:, :-1] = valid.long()
-        arguments = {cache_argument(self.model): self.cache, "attention_mask": mask, **kwargs}
-        with self._finite_logits():
-            generated = self.model.generate(input_ids, **arguments)
-        self._check_read()
-        return generated
-
-    @contextlib.contextmanager
-    def _finite_logits(self):
-        """Look at all logits within: `argmax` of NaN is 0, so that a broken cache would decode to token 0 unnoticed."""
-        if not self.check:
-            yield
-            return
-        head = self.model.get_output_embeddings()
-        hook = head.register_forward_hook(lambda module, given, logits: self._check_logits(logits))
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def _check_prompt(self, input_ids, kwargs: dict) -> None:
-        if taken := sorted(set(kwargs) & set(OURS)):
-            raise KvlibError(
-                f"{taken[0]}= given to `generate`, expected the handoff to set it from the cache: leave it out"
-            )
-        guards.check_prompt(self.model, input_ids)
-        batch, tokens = self.prefix.batch, self.prefix.tokens
-        if input_ids.shape == (batch, tokens):
-            raise KvlibError(
-                f"the cache covers all {tokens} tokens of the prompt, expected all but the last, which the target reads itself: "
-                f"prefill input_ids[:, :-1], or hand over prefix.slice({tokens - 1})"
-            )
-        if input_ids.shape != (batch, tokens + 1):
-            raise KvlibError(
-                f"a prompt {tuple(input_ids.shape)} given, expected {(batch, tokens + 1)}: the cached "
-                "positions and the one token that was held back"
-            )
-        if self.check and self.prefix.origin is not None:
-            self.prefix.origin.check_prompt(input_ids, self.prefix.valid)
-        limit, new = guards.position_limit(self.model), kwargs.get("max_new_tokens") or 1
-        if limit is not None and tokens + new > limit:
-            raise KvlibError(
-                f"{new} new tokens asked after {tokens} positions, the model has {limit}: ask for fewer, or cut the prompt"
-            )

@@ -5,6 +5,8 @@ source's cache over the first T − 1 tokens, and the target reads the last one.
 position, the argmax and its way to the host count, and so does all that a map does per prompt: weights cast
 to the dtype in which they are applied, corrected caches, attention attached and taken away.
 
+All paths multiply with weights by the same kernels (`kvlib.linear`), native and stock included.
+
 Not on it. Weights of models and maps are loaded before. `PrefixCache.check_finite` reads the whole cache to
 catch a broken model: that validates what was produced and is no part of handing it over, so it runs once per
 cache before the clocks, which use `handoff(check=False)`. A map that works in place consumes the cache it is
@@ -31,6 +33,7 @@ from transformers import DynamicCache
 from kvlib.cache import Geometry, PrefixCache, check_prompt, forward, prefill
 from kvlib.errors import KvlibError
 from kvlib.handoff import handoff
+from kvlib.linear import fast_linears
 from kvlib.maps import CacheMap, DirectMap
 
 WAYS = ("prefill", "stock", "handoff")
@@ -115,10 +118,12 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
     if path.way == "prefill":
         cache, mode = DynamicCache(), "prefill"
         positions = torch.arange(prompt.shape[1], device=prompt.device).unsqueeze(0)
-        logits = head(forward(target, prompt, cache, positions)[:, -1:])
+        with fast_linears(target):
+            logits = head(forward(target, prompt, cache, positions)[:, -1:])
     elif path.way == "stock":
         cache, mode = prefix.to_dynamic(), "materialised"
-        logits = head(forward(target, last, cache, prefix.lengths.unsqueeze(1)))
+        with fast_linears(target):
+            logits = head(forward(target, last, cache, prefix.lengths.unsqueeze(1)))
     else:
         with handoff(target, prefix, path.cache_map, path.mode, check=False) as active:
             logits = active.logits(last, last=True)

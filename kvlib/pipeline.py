@@ -11,13 +11,17 @@ import torch
 
 from kvlib import guards
 from kvlib.arrivals import arrivals_for
-from kvlib.cache import PrefixCache, fill
+from kvlib.cache import PrefixCache, fill, prefill
+from kvlib.cache_layers import filled_cache
 from kvlib.errors import KvlibError
-from kvlib.filled import filled_cache
+from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, check_full_attention, name_or_type
-from kvlib.handoff import Handoff, check_target, handoff
+from kvlib.handoff import check_target, handoff
 from kvlib.maps import CacheMap
 from kvlib.origin import Origin
+from kvlib.reading import Handoff
+
+WAYS = ("auto", "serial", "pipelined")
 
 
 def pipelined(
@@ -59,10 +63,10 @@ def pipelined(
             "kvlib.handoff"
         )
     guards.check_prompt(source, input_ids)
-    check_full_attention(source)
+    guards.check_prompt(target, input_ids)
+    guards.check_held_back(input_ids)
     guards.check_chunk(chunk_tokens)
-    if input_ids.shape[1] < 2:
-        raise KvlibError("a prompt of 1 token given, expected at least 2: the cache covers all but the last")
+    check_full_attention(source)
     prefix = _room(source, input_ids[:, :-1])
     chosen = handoff(target, prefix, cache_map, mode, check=False)  # arguments, and the mode with its reason
     if check:
@@ -84,32 +88,40 @@ def _room(source, input_ids: torch.Tensor) -> PrefixCache:
 
 
 class PipelinedHandoff(Handoff):
-    """A `Handoff` whose prefix is still being written when it is entered."""
+    """A `Handoff` whose prefix is still being written when it is entered; whole after the first call, or on leaving."""
 
     def __init__(self, source, chosen: Handoff, chunk_tokens: int | None, check: bool):
         super().__init__(chosen.model, chosen.prefix, chosen.map, chosen.mode, chosen.reason, check)
         self.source, self.chunk_tokens = source, chunk_tokens
         self._arrivals = arrivals_for(self.prefix.device, len(self.prefix.keys))
-        self._sums: dict[int, torch.Tensor] = {}  # of layers that were read: finite where all their entries are
-        self._told = False  # the source's failure
+        self._looked_at: set[int] = set()
+        self._told = False  # of the source's failure
 
     def __enter__(self) -> "PipelinedHandoff":
         super().__enter__()
         prefix, arrivals = self.prefix, self._arrivals
         tensors = list(zip(prefix.keys, prefix.values))
         cache = filled_cache(len(tensors), prefix.tokens, tensors, stop=True, written=arrivals.written)
-        arrivals.start(lambda: fill(self.source, prefix.input_ids, cache, self.chunk_tokens))
+        try:
+            arrivals.start(lambda: fill(self.source, prefix.input_ids, cache, self.chunk_tokens))
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        arrivals = self._arrivals
-        arrivals.finish(stop=kind is not None)
-        if not arrivals.whole:
-            self.prefix.corrected_by = "half-finished"  # no handoff takes it
-            self.folding = None  # and nothing is left to correct
-        super().__exit__(kind, error, trace)
-        if arrivals.failure is not None and kind is None and not self._told:
-            raise self._failed() from arrivals.failure
+        self._arrivals.finish(stop=kind is not None)
+        self._leave()
+        if self._arrivals.failure is not None and kind is None and not self._told:
+            raise self._failed() from self._arrivals.failure
+
+    def _leave(self) -> None:
+        if not self._arrivals.whole:
+            self.folding = None  # nothing is left to correct
+            self.prefix.corrected_by = (
+                f"{PARTLY} (the source was stopped) {self.map.kind}"  # no handoff takes it
+            )
+        super().__exit__(None, None, None)
 
     def _failed(self) -> KvlibError:
         self._told = True
@@ -122,14 +134,55 @@ class PipelinedHandoff(Handoff):
             "prefill: try kvlib.prefill on the same prompt"
         )
 
-    def _before_read(self, layer: int) -> None:
-        try:
-            self._arrivals.wait(layer)
-        except BaseException as error:
-            if error is not self._arrivals.failure:
-                raise
-            raise self._failed() from error
-        if self.check and layer not in self._sums:
-            held = (self.prefix.keys[layer], self.prefix.values[layer])
-            self._sums[layer] = torch.stack([t.sum(dtype=torch.float32) for t in held])
-        super()._before_read(layer)
+    def _before(self):
+        return self._await
+
+    def _await(self, layer: int) -> None:
+        """Returns when the source has written a layer; a map that corrects it does so right after, as it is read."""
+        if not self._arrivals.wait(layer):
+            raise self._failed() from self._arrivals.failure
+        if self.check and layer not in self._looked_at:
+            guards.check_layer_finite(layer, self.prefix.keys[layer], self.prefix.values[layer], "the source")
+            self._looked_at.add(layer)
+        if self.folding is not None:
+            self.folding.before(layer)
+
+
+def cold_handoff(
+    source,
+    target,
+    input_ids: torch.Tensor,
+    cache_map: CacheMap,
+    mode: str = "auto",
+    *,
+    way: str = "auto",
+    chunk_tokens: int | None = None,
+    check: bool = True,
+) -> Handoff:
+    """From a prompt to a handoff, the source's prefill included, the way that is faster on the device.
+
+    Args: as for `pipelined`, and
+        way: "serial" prefills here and hands over on entering; "pipelined" is `pipelined`. "auto" is pipelined on CUDA
+            for every mode that allows it and serial elsewhere: two teams of threads on one processor cost more than a
+            pipeline can save (measured, see `book/method.md`).
+
+    Returns: a `Handoff` to enter. Its `way` is the one taken, its `way_reason` why.
+    """
+    if way not in WAYS:
+        raise KvlibError(f"way {way!r} given, expected one of {', '.join(WAYS)}: name one, or leave it out")
+    reason = "asked for by name"
+    if way == "auto":
+        kind = next(source.parameters()).device.type
+        way = "pipelined" if kind == "cuda" and mode != "materialised" else "serial"
+        reason = (
+            f"the faster one on {kind}" if mode != "materialised" else "materialised copies a whole cache"
+        )
+    if way == "pipelined":
+        ready = pipelined(source, target, input_ids, cache_map, mode, chunk_tokens=chunk_tokens, check=check)
+    else:
+        guards.check_prompt(target, input_ids)
+        guards.check_held_back(input_ids)
+        prefix = prefill(source, input_ids[:, :-1], chunk_tokens=chunk_tokens)
+        ready = handoff(target, prefix, cache_map, mode, check=check)
+    ready.way, ready.way_reason = way, reason
+    return ready

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvlib.attaching import attach, compute_dtype
 from kvlib.attention import IDENTITY
 from kvlib.cache import PrefixCache, forward, handoff_cache
-from kvlib.handoff import attach, compute_dtype
 from kvlib.maps.residual import WEIGHTS, ResidualMap
 from kvlib.pair import rotary_of
 

@@ -16,7 +16,7 @@ from kvlib.cache import Geometry, PrefixCache
 from kvlib.errors import KvlibError
 
 FORMAT = "kvlib-map-1"
-CHUNK_TOKENS = 512  # positions corrected at a time in place: bounds the extra memory
+CHUNK_TOKENS = 4096  # positions corrected at a time in place: bounds the extra memory
 
 
 class CacheMap(ABC):
@@ -100,7 +100,7 @@ class CacheMap(ABC):
     @torch.no_grad()
     def materialise(self, prefix: PrefixCache, rotary=None) -> PrefixCache:
         """A corrected copy of the whole cache, in the cache's dtype; `rotary` as for `apply_`."""
-        cos_sin = self._rotary(rotary, prefix)
+        cos_sin = self.angles(rotary, prefix)
         pairs = [self.correct(i, k, v, cos_sin) for i, (k, v) in enumerate(zip(prefix.keys, prefix.values))]
         dtype = prefix.dtype
         return PrefixCache(
@@ -108,7 +108,7 @@ class CacheMap(ABC):
             [v.to(dtype) for _, v in pairs],
             prefix.valid,
             origin=prefix.origin,
-            corrected_by=self._mark(prefix),
+            corrected_by=self.mark(prefix),
         )
 
     @torch.no_grad()
@@ -117,21 +117,34 @@ class CacheMap(ABC):
 
         `rotary` is a callable (B, T) positions -> cos, sin (B, T, D) float32, needed by RoPE-stripped maps.
         """
-        cos, sin = self._rotary(rotary, prefix)
-        for layer, (k, v) in enumerate(zip(prefix.keys, prefix.values)):
-            for start in range(0, prefix.tokens, chunk_tokens):
-                part = slice(start, start + chunk_tokens)
-                angles = (cos[:, part], sin[:, part]) if cos is not None else (None, None)
-                new_k, new_v = self.correct(layer, k[:, :, part], v[:, :, part], angles)
-                k[:, :, part], v[:, :, part] = new_k.to(k.dtype), new_v.to(v.dtype)
-        prefix.corrected_by = self._mark(prefix)
+        angles = self.angles(rotary, prefix)
+        for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values)):
+            self.correct_(layer, keys, values, angles, chunk_tokens)
+        prefix.corrected_by = self.mark(prefix)
         return prefix
 
-    def _mark(self, prefix: PrefixCache) -> str | None:
+    @torch.no_grad()
+    def correct_(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, angles, chunk_tokens: int = CHUNK_TOKENS
+    ) -> None:
+        """Correct one layer's keys and values (B, H, T, D) where they lie, in chunks; `angles` from `angles`."""
+        cos, sin = angles
+        for start in range(0, keys.shape[2], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            turned = (cos[:, part], sin[:, part]) if cos is not None else (None, None)
+            self._correct_chunk_(layer, keys[:, :, part], values[:, :, part], turned)
+
+    def _correct_chunk_(self, layer, keys, values, angles) -> None:
+        new_keys, new_values = self.correct(layer, keys, values, angles)
+        keys.copy_(new_keys)
+        values.copy_(new_values)
+
+    def mark(self, prefix: PrefixCache) -> str | None:
         """What a cache is called that this map was applied to; a map that changes nothing leaves no mark."""
         return prefix.corrected_by if self.kind == "direct" else self.kind
 
-    def _rotary(self, rotary, prefix: PrefixCache):
+    def angles(self, rotary, prefix: PrefixCache):
+        """(cos, sin) (B, T, D) of every cached position where the map needs them, else (None, None)."""
         if not self.needs_rotary:
             return None, None
         if rotary is None:

@@ -22,6 +22,9 @@ class DirectMap(CacheMap):
     def correct(self, layer, keys, values, rotary=None):
         return keys, values
 
+    def correct_(self, layer, keys, values, angles, chunk_tokens=0):
+        pass
+
     def tensors(self):
         return {}
 

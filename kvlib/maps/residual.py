@@ -10,6 +10,7 @@ from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
 from kvlib.maps.base import CacheMap
 from kvlib.maps.ridge import RidgeMap
+from kvlib.products import shares
 
 RESIDUALS = ("linear", "quadratic")
 FEATURES = ("own", "rms", "rope_stripped")
@@ -18,9 +19,18 @@ WEIGHTS = ("key_left", "key_right", "value_left", "value_right")
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The rotary embedding as Llama applies it: x (B, H, T, D), cos and sin (B, T, D)."""
-    half = x.shape[-1] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+    return x * cos.unsqueeze(1) + half_turn(x) * sin.unsqueeze(1)
+
+
+def half_turn(x: torch.Tensor) -> torch.Tensor:
+    """(x₁, x₂) -> (−x₂, x₁) along the last dimension: what `rotate` multiplies by the sine."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
+def angle_norm(angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """cos² + sin², one number for all positions: 1, or the square of an attention scaling that some rope types carry."""
+    return angles[0][0, 0, 0] ** 2 + angles[1][0, 0, 0] ** 2
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,63 @@ class ResidualMap(CacheMap):
             new_keys + self.scale * key_scale * delta_keys,
             new_values + self.scale * value_scale * delta_values,
         )
+
+    @property
+    def in_one_pass(self) -> bool:
+        """Whether z = σ f(x) A can be had from x and x² by products alone, so that nothing of the cache's size is written."""
+        return self.base is None and not (self.features == "rope_stripped" and self.residual == "quadratic")
+
+    def low_rank(self, layer: int, values: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """(rows, rows of the squares or None, right) of a layer's keys or values, each (H, r, D), σ and s worked in.
+
+        x' = x + w (x rowsᵀ + w x² squaresᵀ) right, with w = 1 / rms(x) for RMS-normalised features, else 1.
+        """
+        names = (
+            ("value_left", "value_right", "value_scale") if values else ("key_left", "key_right", "key_scale")
+        )
+        left, right, sigma = (getattr(self, name)[layer] for name in names)
+        rows, squares, sigma = left.transpose(1, 2), None, sigma[:, None, None]
+        rms = self.features == "rms"
+        if self.residual == "quadratic":
+            rows, squares = rows.chunk(2, -1)
+            squares = squares if rms else squares / sigma
+        return rows, squares, right * (self.scale * sigma if rms else self.scale)
+
+    def _correct_chunk_(self, layer, keys, values, angles):
+        # prompts and heads as one axis must be a view, or there is nothing to write to
+        views = all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (keys, values))
+        if not (self.in_one_pass and views and keys.dtype == self.key_left.dtype):
+            super()._correct_chunk_(layer, keys, values, angles)
+            return
+        turn = angles if self.features == "rope_stripped" else None
+        self._add_residual_(keys.flatten(0, 1), self.low_rank(layer, False), turn)
+        self._add_residual_(values.flatten(0, 1), self.low_rank(layer, True), None)
+
+    def _add_residual_(self, x, weights, turn) -> None:
+        """x (N, T, D) += s σ f(x) A B without a copy of x: z = σ f(x) A first, (N, r, T), then z B on top of x."""
+        heads, rms = weights[0].shape[0], self.features == "rms"
+        rows, squares, right = (None if w is None else w.repeat(x.shape[0] // heads, 1, 1) for w in weights)
+        if turn is not None:
+            cos, sin = (t.to(x.dtype).unsqueeze(1).expand(-1, heads, -1, -1).flatten(0, 1) for t in turn)
+            right = right / angle_norm(turn)
+            turned_rows, turned_right = half_turn(rows), half_turn(right)
+        for part in shares(*x.shape[:2], x.device):
+            block = part.along(x)  # (n, T', D)
+            if turn is not None:
+                angles = part.along(cos), part.along(sin)
+                z = torch.bmm(part.whole(rows), (block * angles[0]).transpose(1, 2))
+                z.baddbmm_(part.whole(turned_rows), (block * angles[1]).transpose(1, 2))
+                z = z.transpose(1, 2)
+                block.addcmul_(torch.bmm(z, part.whole(right)), angles[0])
+                block.addcmul_(torch.bmm(z, part.whole(turned_right)), angles[1])
+                continue
+            z = torch.bmm(part.whole(rows), block.transpose(1, 2))
+            weight = torch.rsqrt(block.square().mean(-1) + 1e-12).unsqueeze(1) if rms else 1.0  # (n, 1, T')
+            if squares is not None:
+                z.add_(torch.bmm(part.whole(squares), block.square().transpose(1, 2)).mul_(weight))
+            if rms:
+                z.mul_(weight)
+            block.baddbmm_(z.transpose(1, 2), part.whole(right))
 
     def _features(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """(B, H, T, D) -> (B, H, T, F)."""

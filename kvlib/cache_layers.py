@@ -1,4 +1,4 @@
-"""Cache layers that a prefill writes into place: chunks are never joined, and each layer says when it is whole."""
+"""Layers of a transformers cache: one that reads a prefix where it lies, one that a prefill writes into place."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +8,54 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from kvlib.errors import KvlibError
+
+
+class HandoffLayer(CacheLayerMixin):
+    """One layer's prefix, left where it is, and the target's own new positions beside it.
+
+    `update` returns the new positions only: the attention function reads the prefix from here, so one more token
+    never copies the prefix.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, prefix_keys: torch.Tensor, prefix_values: torch.Tensor):
+        super().__init__()
+        self.prefix_keys, self.prefix_values = prefix_keys, prefix_values  # (B, H, T, D)
+        self.dtype, self.device = prefix_keys.dtype, prefix_keys.device
+        self.keys = prefix_keys[:, :, :0]
+        self.values = prefix_values[:, :, :0]
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        if self.keys.shape[2] == 0:
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys = torch.cat([self.keys, key_states], 2)
+            self.values = torch.cat([self.values, value_states], 2)
+        return self.keys, self.values
+
+    def get_seq_length(self, *args) -> int:
+        return self.prefix_keys.shape[2] + self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
+        # transformers before 5.20 passes the query's positions, later ones its length
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.prefix_keys = self.prefix_keys.index_select(0, beam_idx)
+        self.prefix_values = self.prefix_values.index_select(0, beam_idx)
+        super().reorder_cache(beam_idx)
 
 
 class CacheIsFull(Exception):

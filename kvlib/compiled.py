@@ -1,0 +1,101 @@
+"""In-place corrections as one compiled pass over the cache.
+
+Step by step, torch writes the low-rank product of every position between two passes over the cache; compiled, a
+position is read, corrected and written while it is in registers. It needs what torch.compile needs: a C++ compiler for a
+processor, Triton for a GPU.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvlib.errors import KvlibError
+from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
+
+
+def why_not_compiled(cache_map) -> str | None:
+    """None when the map's correction can be compiled, else the reason in a few words."""
+    if not isinstance(cache_map, ResidualMap):
+        return f"a {cache_map.kind} map is one dense product, which a compiler does not make faster"
+    if not cache_map.in_one_pass:
+        return "a ridge base, or a quadratic residual of RoPE-stripped features, takes more than one pass"
+    return None
+
+
+def add_residual(x, rows, squares, right, turned, turned_right, cos, sin, normalise: bool) -> None:
+    """x (B, H, T, D) += the low-rank residual, written out rank by rank for the compiler; float32 inside.
+
+    rows, squares, right: as from `ResidualMap.low_rank`. turned, turned_right: their half turns, cos, sin
+    (B, 1, T, D): for RoPE-stripped keys, else None.
+    """
+    wide = x.to(rows.dtype)
+    weight = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-12) if normalise else 1.0
+    first = wide if cos is None else wide * cos
+    second = None if cos is None else wide * sin
+    delta = turned_delta = 0.0
+    for i in range(rows.shape[1]):
+        product = first * rows[:, i, None, :]
+        if squares is not None:
+            product = product + weight * wide * wide * squares[:, i, None, :]
+        if second is not None:
+            product = product + second * turned[:, i, None, :]
+        z = product.sum(-1, keepdim=True)
+        delta = delta + z * right[:, i, None, :]
+        if second is not None:
+            turned_delta = turned_delta + z * turned_right[:, i, None, :]
+    if normalise:
+        delta = delta * weight
+    if cos is not None:
+        delta = delta * cos + turned_delta * sin
+    x.add_(delta)
+
+
+@functools.cache
+def _compiled() -> Callable:
+    return torch.compile(add_residual)
+
+
+def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callable, float]:
+    """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
+
+    Compiling happens once per process, kind of map, batch and dtype: later calls find it done.
+
+    Raises: KvlibError where torch.compile finds no compiler.
+    """
+    turns = (None, None) if angles[0] is None else tuple(t.unsqueeze(1) for t in angles)
+    started = time.perf_counter()
+
+    def correct_(layer, keys, values, _angles=None, run=None):
+        for x, is_value in ((keys, False), (values, True)):
+            rows, squares, right = cache_map.low_rank(layer, is_value)
+            turned, turned_right, cos, sin = None, None, None, None
+            if turns[0] is not None and not is_value:
+                right = right / angle_norm(angles)
+                turned, turned_right = half_turn(rows), half_turn(right)
+                cos, sin = (t[:, :, : x.shape[2]] for t in turns)
+            arguments = (x, rows, squares, right, turned, turned_right, cos, sin)
+            (run or _compiled())(*arguments, cache_map.features == "rms")
+
+    try:
+        like = prefix.keys[0]
+        sample = [
+            like.new_zeros(like.shape[0], like.shape[1], min(16, like.shape[2]), like.shape[3])
+            for _ in range(2)
+        ]
+
+        def any_length(*arguments):
+            for tensor in arguments[0], *arguments[6:8]:
+                if tensor is not None and tensor.shape[2] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 2)
+            _compiled()(*arguments)
+
+        correct_(0, *sample, run=any_length)
+    except Exception as error:  # whatever is missing, torch raises as something of its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise KvlibError(
+            f"compiled=True given, expected what torch.compile needs, a C++ compiler or Triton on a GPU ({reason}): install it, or "
+            "leave compiled out"
+        ) from error
+    return correct_, time.perf_counter() - started

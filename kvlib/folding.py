@@ -1,0 +1,78 @@
+"""Correct a handed-over cache layer by layer while the target reads it.
+
+In place, a layer is corrected right before the target first reads it, so that attention finds it in the processor's
+cache. In the background, attention absorbs the map first; from the second call of the model on, some layers per call
+are corrected, and their map is dropped.
+"""
+
+from kvlib import guards
+from kvlib.attention import IDENTITY
+
+PARTLY = "partly applied"  # how the mark of a cache begins whose correction was begun and not finished
+BACKGROUND_CALLS = 8  # calls of the model over which a background handoff spreads its work
+
+
+class Folding:
+    """What still waits to be corrected. `before` is called ahead of every read of a layer.
+
+    cache: the transformers cache whose `HandoffLayer`s hold the prefix. maps: what attention applies, per layer;
+    changed here once a layer is corrected. angles: from `CacheMap.angles`. correct_: `CacheMap.correct_` or a compiled
+    one. check: look for NaN and infinity after.
+    """
+
+    def __init__(
+        self, prefix, cache, cache_map, angles, maps: list, correct_, *, background: bool, check: bool
+    ):
+        self.prefix, self.cache, self.map, self.angles, self.maps = prefix, cache, cache_map, angles, maps
+        self.correct_ = correct_
+        self.background, self.check = background, check
+        self.waiting = set(range(len(maps)))
+        self._calls = self._budget = 0
+        self._mark, self._failed = cache_map.mark(prefix), False
+        self._per_call = -(-len(maps) // BACKGROUND_CALLS)
+        if not background:
+            self._begin()
+
+    @property
+    def folded(self) -> int:
+        """How many layers' tensors hold corrected keys and values."""
+        return len(self.maps) - len(self.waiting)
+
+    def _begin(self) -> None:
+        # From here on the cache is used up; should a layer fail, nobody may take it for a whole one.
+        self.prefix.corrected_by = f"{PARTLY} {self.map.kind}"
+
+    def before(self, layer: int) -> None:
+        if not self.waiting:
+            return
+        if not self.background:
+            if layer in self.waiting:
+                self._fold(layer)
+            return
+        if layer == 0:
+            self._calls += 1
+            self._budget = self._per_call if self._calls > 1 else 0
+        if self._budget and layer in self.waiting:
+            if self.folded == 0:
+                self._begin()
+            self._budget -= 1
+            self._fold(layer)
+
+    def _fold(self, layer: int) -> None:
+        held = self.cache.layers[layer]
+        self._failed = True  # until it is whole: what stopped half-way is not to be corrected a second time
+        self.correct_(layer, held.prefix_keys, held.prefix_values, self.angles)
+        if self.check:
+            guards.check_layer_finite(layer, held.prefix_keys, held.prefix_values, "the corrected source")
+        self._failed = False
+        self.maps[layer] = (IDENTITY, IDENTITY)
+        self.waiting.discard(layer)
+        if not self.waiting:
+            self.prefix.corrected_by = self._mark
+
+    def finish(self) -> None:
+        """Correct what is left of what was begun: a cache is corrected in all layers or in none, unless one failed."""
+        if self._failed or (self.background and self.folded == 0):
+            return
+        for layer in sorted(self.waiting):
+            self._fold(layer)

@@ -1,0 +1,211 @@
+"""The target at work on a handed-over cache: what a `with handoff(...)` block offers, and the model restored after it."""
+
+import contextlib
+
+import torch
+
+from kvlib import guards
+from kvlib.attaching import attach, compute_dtype
+from kvlib.attention import IDENTITY
+from kvlib.cache import PrefixCache, cache_argument, forward, handoff_cache
+from kvlib.compiled import compiled_correction
+from kvlib.errors import KvlibError
+from kvlib.folding import Folding
+from kvlib.geometry import name_or_type, rotary_of
+from kvlib.maps import CacheMap
+
+OURS = ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache")
+CORRECTING = ("in_place", "background")
+
+
+class Handoff:
+    """An active handoff. `mode` and `reason` say what was chosen and why; `cache` is the transformers cache.
+
+    `compiled`: whether in-place corrections are; `compile_seconds`: what that took on entering, None where nothing was.
+    """
+
+    def __init__(
+        self,
+        model,
+        prefix: PrefixCache,
+        cache_map: CacheMap,
+        mode: str,
+        reason: str,
+        check=True,
+        compiled=False,
+    ):
+        self.model, self.prefix, self.map, self.mode, self.reason = model, prefix, cache_map, mode, reason
+        self.check, self.compiled, self.compile_seconds, self.cache = check, compiled, None, None
+        self.folding, self._restore = None, None
+
+    def __enter__(self) -> "Handoff":
+        if self.cache is not None:
+            raise KvlibError("a handoff was entered a second time, expected once: begin a new one")
+        device = next(self.model.parameters()).device
+        cache_map = self.map.to(device, compute_dtype(self.model))
+        rotary = rotary_of(self.model) if cache_map.needs_rotary else None
+        if self.mode == "materialised":
+            self.prefix = cache_map.materialise(self.prefix, rotary)
+            if self.check:
+                self.prefix.check_finite("the corrected source")  # half precision overflows
+        absorbs = self.mode in ("absorbed", "background")
+        layers = range(len(self.prefix.keys))
+        maps = [cache_map.affine(i) if absorbs else (IDENTITY, IDENTITY) for i in layers]
+        self.cache = handoff_cache(self.prefix)
+        if self.mode in CORRECTING and cache_map.kind != "direct":
+            angles, correct_ = cache_map.angles(rotary, self.prefix), cache_map.correct_
+            if self.compiled:
+                correct_, self.compile_seconds = compiled_correction(cache_map, self.prefix, angles)
+            self.folding = Folding(
+                self.prefix,
+                self.cache,
+                cache_map,
+                angles,
+                maps,
+                correct_,
+                background=absorbs,
+                check=self.check,
+            )
+        self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
+        return self
+
+    def _before(self):
+        """What is called with a layer's index ahead of every read of its prefix, None for nothing."""
+        return None if self.folding is None else self.folding.before
+
+    def __exit__(self, *_) -> None:
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+            if self.folding is not None:
+                self.folding.finish()
+
+    @property
+    def folded(self) -> int:
+        """How many layers of the prefix hold corrected keys and values by now (0 where the mode leaves it alone)."""
+        return 0 if self.folding is None else self.folding.folded
+
+    @property
+    def seen(self) -> int:
+        """Positions in the cache: the prefix and what was read since."""
+        return self.prefix.tokens if self.cache is None else self.cache.get_seq_length()
+
+    def _check_active(self) -> None:
+        if self._restore is None:
+            raise KvlibError("a handoff was used outside its `with` block: enter it first")
+        if self.model.config._attn_implementation != self._restore.name:
+            raise KvlibError(
+                f"another handoff into {name_or_type(self.model)} was begun within this one, expected one at a time: leave it first"
+            )
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Read tokens (B, S): final hidden states (B, S, C)."""
+        self._check_active()
+        self._check_tokens(tokens)
+        new = self.seen - self.prefix.tokens
+        offsets = torch.arange(tokens.shape[1], device=tokens.device) + new
+        positions = self.prefix.lengths.to(tokens.device).unsqueeze(1) + offsets  # (B, S)
+        states = forward(self.model, tokens, self.cache, positions)
+        self._check_read()
+        return states
+
+    def _check_read(self) -> None:
+        if self._restore.calls == 0:
+            raise KvlibError(
+                f"the model {name_or_type(self.model)} did not read the handed-over cache, expected one whose attention goes "
+                "through transformers' AttentionInterface: choose another model"
+            )
+
+    def _check_tokens(self, tokens) -> None:
+        if not isinstance(tokens, torch.Tensor) or tokens.dtype not in guards.TOKEN_DTYPES:
+            raise KvlibError(
+                f"tokens {guards.kind_of(tokens)} given, expected token ids: whole numbers, as an int64 tensor ({self.prefix.batch}, S)"
+            )
+        if tokens.ndim != 2 or tokens.shape[0] != self.prefix.batch or tokens.shape[1] == 0:
+            raise KvlibError(
+                f"tokens {tuple(tokens.shape)} given, expected ({self.prefix.batch}, S): one row per cached prompt, S at least 1"
+            )
+        limit = guards.position_limit(self.model)
+        if limit is not None and self.seen + tokens.shape[1] > limit:
+            raise KvlibError(
+                f"{tokens.shape[1]} tokens given after {self.seen} positions, the model has {limit}: read fewer tokens"
+            )
+        if self.check:
+            guards.check_vocabulary(self.model, tokens)
+
+    def logits(self, tokens: torch.Tensor, last: bool = False) -> torch.Tensor:
+        """Read tokens (B, S): logits (B, S, V), of the last position only (B, 1, V) when `last`."""
+        hidden = self.hidden(tokens)
+        logits = self.model.get_output_embeddings()(hidden[:, -1:] if last else hidden)
+        if self.check:
+            self._check_logits(logits)
+        return logits
+
+    def _check_logits(self, logits: torch.Tensor) -> None:
+        if not guards.all_finite(logits):
+            raise KvlibError(
+                f"the logits of {name_or_type(self.model)} over the handed-over cache hold NaN or infinity, expected finite values: "
+                "check the target's weights, the map and the dtype"
+            )
+
+    @torch.no_grad()
+    def generate(self, input_ids: torch.Tensor, **kwargs) -> torch.Tensor:
+        """transformers' `generate` on the handed-over cache.
+
+        Args:
+            input_ids: the whole prompt (B, T + 1), the held-back last token included. kwargs: as for `generate`.
+        """
+        self._check_active()
+        if self.seen != self.prefix.tokens:
+            raise KvlibError(
+                f"this handoff has read {self.seen - self.prefix.tokens} tokens already, expected none before `generate`: "
+                "begin a new handoff of the same prefix"
+            )
+        self._check_prompt(input_ids, kwargs)
+        valid = self.prefix.valid
+        mask = torch.ones_like(input_ids)
+        if valid is not None:
+            mask[:, :-1] = valid.long()
+        arguments = {cache_argument(self.model): self.cache, "attention_mask": mask, **kwargs}
+        with self._finite_logits():
+            generated = self.model.generate(input_ids, **arguments)
+        self._check_read()
+        return generated
+
+    @contextlib.contextmanager
+    def _finite_logits(self):
+        """Look at all logits within: `argmax` of NaN is 0, so that a broken cache would decode to token 0 unnoticed."""
+        if not self.check:
+            yield
+            return
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_hook(lambda module, given, logits: self._check_logits(logits))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _check_prompt(self, input_ids, kwargs: dict) -> None:
+        if taken := sorted(set(kwargs) & set(OURS)):
+            raise KvlibError(
+                f"{taken[0]}= given to `generate`, expected the handoff to set it from the cache: leave it out"
+            )
+        guards.check_prompt(self.model, input_ids)
+        batch, tokens = self.prefix.batch, self.prefix.tokens
+        if input_ids.shape == (batch, tokens):
+            raise KvlibError(
+                f"the cache covers all {tokens} tokens of the prompt, expected all but the last, which the target reads itself: "
+                f"prefill input_ids[:, :-1], or hand over prefix.slice({tokens - 1})"
+            )
+        if input_ids.shape != (batch, tokens + 1):
+            raise KvlibError(
+                f"a prompt {tuple(input_ids.shape)} given, expected {(batch, tokens + 1)}: the cached "
+                "positions and the one token that was held back"
+            )
+        if self.check and self.prefix.origin is not None:
+            self.prefix.origin.check_prompt(input_ids, self.prefix.valid)
+        limit, new = guards.position_limit(self.model), kwargs.get("max_new_tokens") or 1
+        if limit is not None and tokens + new > limit:
+            raise KvlibError(
+                f"{new} new tokens asked after {tokens} positions, the model has {limit}: ask for fewer, or cut the prompt"
+            )
