@@ -212,7 +212,7 @@ def check_chunk(chunk_tokens: int | None) -> None:
     """Raises KvlibError unless it is a number of positions, or None for all at once."""
     if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
         raise KvlibError(
-            f"chunk_tokens is {chunk_tokens!r}, expected 1 or more, or None for the whole prompt at once"
+            f"chunk_tokens is {chunk_tokens!r}, expected 1 or more: give a number of positions, or None for the whole prompt at once"
         )
 
 

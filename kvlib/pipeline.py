@@ -101,7 +101,8 @@ class PipelinedHandoff(Handoff):
         super().__enter__()
         prefix, arrivals = self.prefix, self._arrivals
         tensors = list(zip(prefix.keys, prefix.values))
-        cache = filled_cache(len(tensors), prefix.tokens, tensors, stop=True, written=arrivals.written)
+        written = _once_read(arrivals.written, len(tensors)) if self.mode == "in_place" else arrivals.written
+        cache = filled_cache(len(tensors), prefix.tokens, tensors, stop=True, written=written)
         try:
             arrivals.start(lambda: fill(self.source, prefix.input_ids, cache, self.chunk_tokens))
         except BaseException:
@@ -146,6 +147,21 @@ class PipelinedHandoff(Handoff):
             self._looked_at.add(layer)
         if self.folding is not None:
             self.folding.before(layer)
+
+
+def _once_read(written, layers: int):
+    """`written`, with a layer told of only when the source has read it too: what is corrected in place is the cache
+    that the source's own attention reads right after writing. The last layer's attention is left out of a prefill."""
+
+    def tell(layer: int, whole: bool) -> None:
+        if layer == 0:
+            written(0, False)
+        else:
+            written(layer - 1, whole)
+        if layer == layers - 1:
+            written(layer, whole)
+
+    return tell
 
 
 def cold_handoff(
