@@ -50,13 +50,13 @@ class Turns:
 
     def written(self, layer: int, whole: bool) -> None:
         """The source has written to a layer, or all of it; returns when it is the source's turn again."""
-        if self._stopped:
-            raise SourceStopped
-        if whole:
-            with self._change:
+        with self._change:
+            if whole:
                 self.there.add(layer)
                 self._change.notify_all()
                 self._change.wait_for(lambda: self._stopped or self.asked not in self.there)
+            if self._stopped and not self.whole:
+                raise SourceStopped
 
     def wait(self, layer: int) -> bool:
         """Returns true when a layer can be read, false when the source has failed before it; see `failure`."""

@@ -136,15 +136,19 @@ def test_a_source_that_fails_is_heard_of_even_when_nobody_reads(pair):
 
 def test_a_target_that_fails_stops_the_source_at_its_next_layer(pair):
     source, target = pair
-    ids, passed = tokens(1, 12), []
+    ids, read, passed = tokens(1, 12), threading.Event(), []
+    target.base_model.layers[0].self_attn.register_forward_hook(lambda *_: read.set())
     target.base_model.layers[0].mlp.register_forward_hook(fail)
-    source.base_model.layers[2].register_forward_pre_hook(lambda *_: passed.append(2))
+    source.base_model.layers[1].register_forward_pre_hook(lambda *_: passed.append(read.wait(60)))
+    source.base_model.layers[2].register_forward_pre_hook(lambda *_: passed.append("further"))
     with (
         pytest.raises(RuntimeError, match="on purpose"),
         pipelined(source, target, ids, DirectMap()) as active,
     ):
         active.logits(ids[:, -1:])
-    assert passed == [] and nothing_is_left(source, target)  # the target held the turn with layer 0 alone
+    assert passed == [True] and nothing_is_left(
+        source, target
+    )  # at its layer 1 it waited for the target's turn to end
 
 
 def test_the_callers_own_error_comes_out_as_it_is(pair):
