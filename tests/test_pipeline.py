@@ -146,9 +146,8 @@ def test_a_target_that_fails_stops_the_source_at_its_next_layer(pair):
         pipelined(source, target, ids, DirectMap()) as active,
     ):
         active.logits(ids[:, -1:])
-    assert passed == [True] and nothing_is_left(
-        source, target
-    )  # at its layer 1 it waited for the target's turn to end
+    assert "further" not in passed  # when the target's turn ended, the source was told to stop
+    assert nothing_is_left(source, target)
 
 
 def test_the_callers_own_error_comes_out_as_it_is(pair):
