@@ -5,6 +5,7 @@ from kvlib.errors import KvlibError
 from kvlib.handoff import Handoff, handoff
 from kvlib.maps import CacheMap, DirectMap, ResidualMap, RidgeAccumulator, RidgeMap, load_map, save_map
 from kvlib.pair import ModelPair, check_compatible, fingerprint
+from kvlib.pipeline import cold_handoff, pipelined
 
 __version__ = "0.1.0"
 
@@ -19,9 +20,11 @@ __all__ = [
     "RidgeAccumulator",
     "RidgeMap",
     "check_compatible",
+    "cold_handoff",
     "fingerprint",
     "handoff",
     "load_map",
+    "pipelined",
     "prefill",
     "save_map",
 ]

@@ -1,13 +1,14 @@
-"""A prompt's key-value cache as plain tensors; the only file that touches transformers' cache classes."""
+"""A prompt's key-value cache as plain tensors; with `cache_layers`, all that touches transformers' cache classes."""
 
+import contextlib
 import inspect
 import operator
 
 import torch
 from transformers import Cache, DynamicCache
-from transformers.cache_utils import CacheLayerMixin
 
 from kvlib import guards
+from kvlib.cache_layers import CacheIsFull, HandoffLayer, filled_cache
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
@@ -184,54 +185,6 @@ class PrefixCache:
         return cls(*layers, origin=Origin.of(model, input_ids))
 
 
-class HandoffLayer(CacheLayerMixin):
-    """One layer's prefix, left where it is, and the target's own new positions beside it.
-
-    `update` returns the new positions only: the attention function reads the prefix from here, so one more token
-    never copies the prefix.
-    """
-
-    is_sliding = False
-    is_croppable = False
-
-    def __init__(self, prefix_keys: torch.Tensor, prefix_values: torch.Tensor):
-        super().__init__()
-        self.prefix_keys, self.prefix_values = prefix_keys, prefix_values  # (B, H, T, D)
-        self.dtype, self.device = prefix_keys.dtype, prefix_keys.device
-        self.keys = prefix_keys[:, :, :0]
-        self.values = prefix_values[:, :, :0]
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        if self.keys.shape[2] == 0:
-            self.keys, self.values = key_states, value_states
-        else:
-            self.keys = torch.cat([self.keys, key_states], 2)
-            self.values = torch.cat([self.values, value_states], 2)
-        return self.keys, self.values
-
-    def get_seq_length(self, *args) -> int:
-        return self.prefix_keys.shape[2] + self.keys.shape[2]
-
-    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
-        # transformers before 5.20 passes the query's positions, later ones its length
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + new, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.20
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.prefix_keys = self.prefix_keys.index_select(0, beam_idx)
-        self.prefix_values = self.prefix_values.index_select(0, beam_idx)
-        super().reorder_cache(beam_idx)
-
-
 def handoff_cache(prefix: PrefixCache) -> Cache:
     """A transformers cache whose layers are `HandoffLayer`s over the prefix's tensors."""
     return Cache(layers=[HandoffLayer(k, v) for k, v in zip(prefix.keys, prefix.values)])
@@ -272,28 +225,36 @@ def forward(
 def prefill(
     model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: bool = False
 ) -> "PrefixCache | tuple[PrefixCache, torch.Tensor]":
-    """A model's cache over `input_ids` (B, T), without computing any logits.
+    """A model's cache over `input_ids` (B, T), without computing any logits, nor what follows the last layer's keys
+    and values when the hidden states are not asked for.
 
     Args:
-        chunk_tokens: positions per forward pass; the whole prompt at once when None.
+        chunk_tokens: positions per forward pass, written into place: less memory for a few per cent more time. The
+            whole prompt at once when None.
         return_hidden: also return the final hidden states (B, T, C), the head's input.
     """
     check_prompt(model, input_ids)
     check_full_attention(model)
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise KvlibError(
-            f"chunk_tokens is {chunk_tokens}, expected 1 or more, or None for the whole prompt at once"
-        )
-    tokens = input_ids.shape[1]
-    step = chunk_tokens or tokens
-    cache, hidden = DynamicCache(), []
-    with fast_linears(model):
-        for start in range(0, tokens, step):
-            part = input_ids[:, start : start + step]
-            positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0)
-            states = forward(model, part, cache, positions)
-            if return_hidden:
-                hidden.append(states)
+    guards.check_chunk(chunk_tokens)
+    cache = filled_cache(Geometry.of(model).layers, input_ids.shape[1], stop=not return_hidden)
+    hidden = fill(model, input_ids, cache, chunk_tokens)
     prefix = PrefixCache.from_dynamic(cache)
     prefix.origin = Origin.of(model, input_ids)
     return (prefix, torch.cat(hidden, 1)) if return_hidden else prefix
+
+
+@torch.no_grad()
+def fill(model, input_ids: torch.Tensor, cache: Cache, chunk_tokens: int | None = None) -> list[torch.Tensor]:
+    """Run the model's body over `input_ids` (B, T) after what `cache` holds, in chunks.
+
+    Returns: the final hidden states (B, chunk, C) of the chunks that ran to the end, none where `filled_cache` stops.
+    """
+    seen, tokens, hidden = cache.get_seq_length(), input_ids.shape[1], []
+    step = chunk_tokens or tokens
+    with fast_linears(model):
+        for start in range(0, tokens, step):
+            part = input_ids[:, start : start + step]
+            positions = torch.arange(start, start + part.shape[1], device=part.device).unsqueeze(0) + seen
+            with contextlib.suppress(CacheIsFull):
+                hidden.append(forward(model, part, cache, positions))
+    return hidden

@@ -208,6 +208,22 @@ def check_prompt(model, input_ids: torch.Tensor) -> None:
     check_vocabulary(model, input_ids)
 
 
+def check_chunk(chunk_tokens: int | None) -> None:
+    """Raises KvlibError unless it is a number of positions, or None for all at once."""
+    if chunk_tokens is not None and (not isinstance(chunk_tokens, int) or chunk_tokens < 1):
+        raise KvlibError(
+            f"chunk_tokens is {chunk_tokens!r}, expected 1 or more: give a number of positions, or None for the whole prompt at once"
+        )
+
+
+def check_held_back(input_ids: torch.Tensor) -> None:
+    """Raises KvlibError for prompts (B, T) of one token: the last one is held back, and a cache covers the others."""
+    if input_ids.shape[1] < 2:
+        raise KvlibError(
+            f"prompts of {input_ids.shape[1]} token given, expected at least 2: the cache covers all but the last"
+        )
+
+
 def check_vocabulary(model, ids: torch.Tensor) -> None:
     """Raises KvlibError when a token id is not one of the model's, or lies on another device."""
     device = next(model.parameters()).device

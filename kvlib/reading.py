@@ -67,9 +67,12 @@ class Handoff:
                 background=absorbs,
                 check=self.check,
             )
-        before = None if self.folding is None else self.folding.before
-        self._restore = attach(self.model, self.cache, maps, self.prefix.valid, before)
+        self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
         return self
+
+    def _before(self):
+        """What is called with a layer's index ahead of every read of its prefix, None for nothing."""
+        return None if self.folding is None else self.folding.before
 
     def __exit__(self, *_) -> None:
         if self._restore is not None:

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 from kvlib import KvlibError, PrefixCache, prefill
 from kvlib.cache import Geometry, forward, handoff_cache
+from kvlib.cache_layers import FilledLayer
 
 
 def test_round_trip_through_transformers_keeps_every_bit():
@@ -112,3 +113,35 @@ def test_any_cache_survives_the_adapter(batch, heads, length, dim, layers, seed)
     assert all(torch.equal(a, b) for a, b in zip(prefix.keys + prefix.values, back.keys + back.values))
     stop = 1 + seed % length
     assert torch.equal(prefix.slice(stop).keys[-1], prefix.keys[-1][:, :, :stop])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 12, 13, 50])
+def test_chunks_are_written_into_place_and_say_what_one_pass_says(chunk_tokens):
+    model, ids = tiny_llama().double(), tokens(2, 13)
+    one, many = prefill(model, ids), prefill(model, ids, chunk_tokens=chunk_tokens)
+    for a, b in zip(one.keys + one.values, many.keys + many.values):
+        assert b.is_contiguous() and b.untyped_storage().nbytes() == b.numel() * b.element_size()
+        assert float((a - b).abs().max()) < 1e-12  # float64: sums in another order
+
+
+def test_a_prefill_computes_nothing_that_is_thrown_away():
+    model, ids, ran = tiny_llama(), tokens(1, 9), []
+    last = model.base_model.layers[-1]
+    for name, module in (
+        ("head", model.lm_head),
+        ("norm", model.base_model.norm),
+        ("mlp", last.mlp),
+        ("o", last.self_attn.o_proj),
+    ):
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    prefill(model, ids, chunk_tokens=4)
+    assert ran == []  # the last layer's keys and values are there before its attention
+    prefill(model, ids, return_hidden=True)
+    assert ran == ["o", "mlp", "norm"]
+
+
+def test_a_layer_that_is_not_as_the_configuration_says_is_refused():
+    layer = FilledLayer(4, torch.empty(1, 2, 4, 16), torch.empty(1, 2, 4, 16))
+    for wrong in (torch.zeros(1, 1, 2, 16), torch.zeros(1, 2, 2, 16).half(), torch.zeros(1, 2, 5, 16)):
+        with pytest.raises(KvlibError, match="expected what its configuration says"):
+            layer.update(wrong, wrong)
