@@ -125,7 +125,7 @@ def two_segment_attention(
     # a KV head's queries side by side; from here on prompts and KV heads are one axis, N
     q = (q * scaling).reshape(batch, heads, group * steps, dim)
     q = q.flatten(0, 1)
-    read = key_map.transpose(q)  # (N, G S, D)
+    read = q if key_map.is_identity else key_map.transpose(q)  # (N, G S, D)
     prefix_keys, prefix_values, new_keys, new_values = (
         t.flatten(0, 1) for t in (prefix_keys, prefix_values, new_keys, new_values)
     )

@@ -6,6 +6,9 @@ processor, Triton for a GPU.
 """
 
 import functools
+import importlib.util
+import os
+import shutil
 import time
 from collections.abc import Callable
 
@@ -14,9 +17,19 @@ import torch
 from kvlib.errors import KvlibError
 from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
 
+NO_COMPILER = "torch.compile has no compiler here: a C++ compiler for a processor, Triton for a GPU"
 SAMPLE_TOKENS = (
     4096  # compiled on so many positions: from a small sample the compiler concludes that one core will do
 )
+
+
+def no_compiler(device: torch.device) -> str | None:
+    """None when torch.compile has what it needs to make code for this device, else the reason in a few words."""
+    if device.type == "cpu":
+        found = shutil.which(os.environ.get("CXX") or "g++")
+    else:
+        found = importlib.util.find_spec("triton")
+    return None if found else NO_COMPILER
 
 
 def why_not_compiled(cache_map) -> str | None:

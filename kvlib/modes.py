@@ -10,18 +10,19 @@ MARK = "@"
 
 
 def mode_paths(
-    name: str, cache_map: CacheMap, ways: list[str] | tuple[str, ...]
+    name: str, cache_map: CacheMap, ways: list[str] | tuple[str, ...], no_compiler: str | None = None
 ) -> tuple[list[TargetPath], list[dict]]:
     """A path NAME@WAY for each of `ways` that the map can take, and what was left out.
 
     Args:
         ways: of `WAYS`: "materialised" writes a corrected second cache, as the study's figures imply; "compiled" is in
             place, by a pass that torch.compile made: its first run, which compiles, should be a warm-up.
+        no_compiler: why nothing can be compiled here, see `kvlib.compiled.no_compiler`.
 
     Returns: (paths, left out: {"path", "mode", "reason"} each).
     """
     obstacles = dict.fromkeys(AFFINE_ONLY, cache_map.why_not_affine) | {
-        "compiled": why_not_compiled(cache_map)
+        "compiled": why_not_compiled(cache_map) or no_compiler
     }
     paths, left_out = [], []
     for way in ways:

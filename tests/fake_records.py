@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PYTHON, WEIGHTS
+from kvlib.cold import pipeline_rows
 from kvlib.study.arms import all_arms, slices
 from kvlib.study.controls import CONTROLS, NOISE
 from kvlib.study.decision import decision_rule_hash
@@ -454,7 +455,7 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
             "left_out": [],
             "floor": floor,
             "breakdown": breakdown,
-            "pipeline": pipeline,
+            "pipeline": pipeline_rows(pipeline),
         },
     )
     tables = {"raw": raw, "memory": memory, "breakdown": breakdown, "pipeline": pipeline}
@@ -525,17 +526,16 @@ def _latency_extras(rng, profile: Profile, rows: list, raw: list, memory: list) 
                 for part, share in PART_SHARES.items()
             ]
     for tokens in lengths[:3]:
-        for path in ("direct", "learned"):
-            cold, resident = (found[tokens, path, kind]["p50_ms"] for kind in ("cold", "resident"))
-            pipeline.append(
-                {
-                    "prefix_tokens": tokens,
-                    "path": path,
-                    "source_prefill_p50_ms": cold - resident,
-                    "serial_p50_ms": cold,
-                    "pipelined_p50_ms": cold - 0.4 * resident,
-                    "resident_p50_ms": resident,
-                    "repetitions": 3,
-                }
-            )
+        cold, resident = (found[tokens, "learned", kind]["p50_ms"] for kind in ("cold", "resident"))
+        clocks = {"serial": cold, "pipelined": cold - 0.4 * resident, "resident": resident}
+        for i in range(3):
+            for way, ms in clocks.items():
+                serial = way == "serial"
+                pipeline.append(
+                    {
+                        "prefix_tokens": tokens, "path": "learned", "way": way, "repetition": i, "prompt": 0,
+                        "order": len(pipeline), "ms": ms, "source_ms": cold - resident if serial else None,
+                        "handoff_ms": resident if serial else None, "mode": "absorbed", "token": 1,
+                    }
+                )  # fmt: skip
     return modes, floor, breakdown, pipeline

@@ -256,10 +256,21 @@ def latency_config(**changes) -> Latency:
 def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None, length=30):
     target = target or tiny_llama()
     maps = maps or maps_for(target)
-    progress = Progress("latency", timing.latency_units(config, maps, 3))
+    modes = timing.other_ways(config, maps, None)[0]
+    progress = Progress("latency", timing.latency_units(config, maps, modes, 3))
     places = {"target_folder": folder / "target", "map_files": map_files or {}}
     result = timing.measure_latency(
-        target, target, maps, tokens(3, length), config, folder, seed=5, key=key, progress=progress, **places
+        target,
+        target,
+        maps,
+        modes,
+        tokens(3, length),
+        config,
+        folder,
+        seed=5,
+        key=key,
+        progress=progress,
+        **places,
     )
     assert progress.done == pytest.approx(progress.total)
     return result

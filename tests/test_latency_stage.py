@@ -15,6 +15,7 @@ from kvlib.memory import resident_bytes
 from kvlib.modes import mode_paths, split_name
 from kvlib.study import timing
 from kvlib.study.latency_tables import floor_rows, mode_rows, summarise
+from kvlib.study.pipelining import pipeline_medians
 from kvlib.study.timing import other_ways
 
 
@@ -150,22 +151,14 @@ def test_the_floor_is_weights_and_cache_over_the_bandwidth():
 
 
 def test_the_pipeline_is_asked_for_where_it_has_repetitions(tmp_path, monkeypatch):
-    asked = []
-
-    def rows(target, source, paths, prompts, repetitions, seed):
-        asked.append((prompts.shape[1], repetitions, {path.name for path in paths} >= set(timing.PIPELINED)))
-        numbers = dict.fromkeys(timing.PIPELINE_COLUMNS, 1.0)
-        return [
-            numbers | {"prefix_tokens": prompts.shape[1], "path": path, "repetitions": repetitions}
-            for path in timing.PIPELINED
-        ]
-
-    monkeypatch.setattr(timing, "pipeline_rows", rows)
     config = latency_config(pipeline_repetitions=[2, 0])
     table = run_stage(tmp_path, config).pipeline
-    assert asked == [(8, 2, True)] and table["path"].tolist() == list(timing.PIPELINED)
+    assert set(table["prefix_tokens"]) == {8} and set(table["path"]) == {"learned"}
+    assert table.groupby("way").size().to_dict() == {"serial": 2, "pipelined": 2, "resident": 2}
+    monkeypatch.setattr(timing, "time_pipeline", lambda *_: pytest.fail("timed a second time"))
     pd.testing.assert_frame_equal(run_stage(tmp_path, config).pipeline, table)
-    assert len(asked) == 1
+    (row,) = pipeline_medians(table)
+    assert row["repetitions"] == 2 and row["serial_p50_ms"] == table[table.way == "serial"].ms.median()
     assert run_stage(tmp_path, latency_config()).pipeline.empty
 
 

@@ -4,15 +4,19 @@ import time
 
 import torch
 
+from kvlib.attaching import compute_dtype
+from kvlib.cache import PrefixCache
+from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler
 from kvlib.floor import step_bytes
-from kvlib.geometry import Geometry
-from kvlib.latency import memory_bandwidth_gb_s
+from kvlib.geometry import Geometry, rotary_of
+from kvlib.latency import TargetPath, memory_bandwidth_gb_s
 from kvlib.maps import load_map
 from kvlib.study.describing import environment
 from kvlib.study.gate import gates
 from kvlib.study.latency_tables import crossovers, floor_rows, mode_rows, summarise
 from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
+from kvlib.study.pipelining import pipeline_medians
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
 from kvlib.study.run import Run
@@ -31,33 +35,35 @@ def run_latency(run: Run) -> dict:
     files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
     maps = {name: load_map(file, pair=recorded_fingerprint(pair)) for name, file in files.items()}
     prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run))
-    progress = Progress("latency", latency_units(config, maps, len(prefixes)))
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
+    device, dtype = next(target.parameters()).device, next(target.parameters()).dtype
+    modes, left_out = other_ways(config, maps, no_compiler(device))
+    progress = Progress("latency", latency_units(config, maps, modes, len(prefixes)))
     passed = gates(
         target, prefixes[:1], config.prefix_tokens, 0, run.profile.evaluation.gate_tolerance, progress
     )
-    bandwidth = memory_bandwidth_gb_s(next(target.parameters()).device)
+    bandwidth = memory_bandwidth_gb_s(device)
+    compile_seconds = _compile(target, [path for path in modes if path.compiled], dtype, device)
     measured = measure_latency(
-        target, source, maps, prefixes, config, folder, seed=run.profile.seed,
+        target, source, maps, modes, prefixes, config, folder, seed=run.profile.seed,
         key=parts_key(run, confirmation["manifest_hash"]), progress=progress,
         target_folder=place_of(run, "target"), map_files=files,
     )  # fmt: skip
     for name, table in vars(measured).items():
         write_table(folder / f"{name}.parquet", table)
     rows, here = summarise(measured.raw, measured.memory), environment()
-    dtype = next(target.parameters()).dtype
     return run.publish(
         "latency",
         {
             "rows": rows,
             "crossover": crossovers(rows),
-            "modes": mode_rows(measured.raw, measured.memory),
-            "left_out": other_ways(config, maps)[1],
+            "modes": mode_rows(measured.raw, measured.memory, compile_seconds),
+            "left_out": left_out,
             "floor": floor_rows(
                 config.prefix_tokens, step_bytes(target), Geometry.of(target), dtype, bandwidth
             ),
             "breakdown": measured.breakdown.to_dict("records"),
-            "pipeline": measured.pipeline.to_dict("records"),
+            "pipeline": pipeline_medians(measured.pipeline),
             "device": here["device"] if here["device"] != "cpu" else here["processor"],
             "dtype": pair["target"]["dtype"],
             "threads": torch.get_num_threads(),
@@ -69,6 +75,19 @@ def run_latency(run: Run) -> dict:
         },
         started,
     )
+
+
+def _compile(target, compiled: list[TargetPath], dtype: torch.dtype, device: torch.device) -> float | None:
+    """Have every correction compiled that will be timed, so that no clock sees it; seconds, None without any."""
+    seconds = None
+    shape = Geometry.of(target)
+    for path in compiled:
+        empty = torch.zeros(1, shape.heads, SAMPLE_TOKENS, shape.head_dim, dtype=dtype, device=device)
+        prefix = PrefixCache([empty] * shape.layers, [empty] * shape.layers)
+        cache_map = path.cache_map.to(device, compute_dtype(target))
+        rotary = rotary_of(target) if cache_map.needs_rotary else None
+        seconds = compiled_correction(cache_map, prefix, cache_map.angles(rotary, prefix))[1]
+    return seconds
 
 
 def parts_key(run: Run, manifest_hash: str) -> str:

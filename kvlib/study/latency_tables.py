@@ -45,8 +45,11 @@ def _peaks(memory: pd.DataFrame) -> dict[tuple[int, str], float | None]:
     return {(m["prefix_tokens"], m["path"]): m["peak_extra_bytes"] for m in memory.to_dict("records")}
 
 
-def mode_rows(raw: pd.DataFrame, memory: pd.DataFrame) -> list[dict]:
-    """The "modes" of latency/summary.json: the learned map's other ways, by length, in the order they are asked for."""
+def mode_rows(raw: pd.DataFrame, memory: pd.DataFrame, compile_seconds: float | None = None) -> list[dict]:
+    """The "modes" of latency/summary.json: the learned map's other ways, by length, in the order they are asked for.
+
+    compile_seconds: what the compiled way took to compile; it stands in its rows.
+    """
     peaks, rows = _peaks(memory), []
     modes = raw[raw["path"].str.contains(MARK)]
     for (tokens, path), group in modes.groupby(["prefix_tokens", "path"], sort=False):
@@ -58,6 +61,7 @@ def mode_rows(raw: pd.DataFrame, memory: pd.DataFrame) -> list[dict]:
                 "path": name,
                 "mode": group["mode"].iloc[0],
                 "compiled": way == "compiled",
+                "compile_seconds": compile_seconds if way == "compiled" else None,
                 "p50_ms": p50_ms,
                 "p95_ms": p95_ms,
                 "repetitions": len(group),

@@ -1,26 +1,29 @@
 """The one place where the latency stage asks for the times of the cold pipeline."""
 
+import pandas as pd
 import torch
 
-from kvlib.errors import KvlibError
+from kvlib.cold import measure_pipeline, pipeline_rows
 from kvlib.latency import TargetPath
 
-PIPELINED = ("direct", "learned")
+PIPELINED = "learned"
+WAYS = ("serial", "pipelined", "resident")
 PIPELINE_COLUMNS = (
-    "prefix_tokens",
-    "path",
-    "source_prefill_p50_ms",
-    "serial_p50_ms",
-    "pipelined_p50_ms",
-    "resident_p50_ms",
-    "repetitions",
-)
+    "prefix_tokens", "path", "way", "repetition", "prompt", "order", "ms", "source_ms", "handoff_ms", "mode", "token",
+)  # fmt: skip
 
 
-def pipeline_rows(
+def time_pipeline(
     target, source, paths: list[TargetPath], prompts: torch.Tensor, repetitions: int, seed: int | str
 ) -> list[dict]:
-    """`PIPELINE_COLUMNS` for each of `PIPELINED`, at the length of `prompts` (N, T)."""
-    raise KvlibError(
-        "latency.pipeline_repetitions given, expected none: this kvlib has no pipeline yet, so leave the list empty"
+    """`PIPELINE_COLUMNS`, a row per clock, at the length of `prompts` (N, T)."""
+    path = next(path for path in paths if path.name == PIPELINED)
+    return measure_pipeline(
+        target, source, path.cache_map, prompts, repetitions, seed, path=path.name, mode=path.mode
     )
+
+
+def pipeline_medians(raw: pd.DataFrame) -> list[dict]:
+    """The "pipeline" of latency/summary.json."""
+    rows = raw.astype({"source_ms": float, "handoff_ms": float}).to_dict("records")
+    return pipeline_rows(rows)

@@ -19,7 +19,7 @@ from kvlib.latency import Round, Sample, TargetPath, measure, schedule, standard
 from kvlib.maps import CacheMap
 from kvlib.memory import resident_bytes, run_probes
 from kvlib.modes import mode_paths
-from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, pipeline_rows
+from kvlib.study.pipelining import PIPELINE_COLUMNS, time_pipeline
 from kvlib.study.profile import Latency
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_table, write_table
@@ -45,9 +45,16 @@ class Measured:
     pipeline: pd.DataFrame
 
 
-def other_ways(config: Latency, maps: dict[str, CacheMap]) -> tuple[list[TargetPath], list[dict]]:
+def other_ways(
+    config: Latency, maps: dict[str, CacheMap], no_compiler: str | None
+) -> tuple[list[TargetPath], list[dict]]:
     """(paths of the learned map's other ways that are timed, those left out and why)."""
-    return mode_paths(MODES_OF, maps[MODES_OF], config.modes)
+    return mode_paths(MODES_OF, maps[MODES_OF], config.modes, no_compiler)
+
+
+def probed(paths: list[TargetPath]) -> list[TargetPath]:
+    """Those whose memory is measured: not what is compiled, where a probe would see the compiler at work."""
+    return [path for path in paths if not path.compiled]
 
 
 def broken_down(config: Latency) -> list[int]:
@@ -55,15 +62,17 @@ def broken_down(config: Latency) -> list[int]:
     return sorted({config.prefix_tokens[0], config.prefix_tokens[-1]}) if config.breakdown else []
 
 
-def latency_units(config: Latency, maps: dict[str, CacheMap], prefixes: int) -> float:
-    """What `measure_latency` will count on its `Progress` in all. prefixes: how many there are."""
-    paths, modes = standard_paths(maps), other_ways(config, maps)[0]
+def latency_units(
+    config: Latency, maps: dict[str, CacheMap], modes: list[TargetPath], prefixes: int
+) -> float:
+    """What `measure_latency` will count on its `Progress` in all. modes: from `other_ways`. prefixes: how many there are."""
+    paths = standard_paths(maps)
     total = sum(_breakdown_units(tokens) for tokens in broken_down(config))
     for index, tokens in enumerate(config.prefix_tokens):
         total += _length_units(_rounds(config, index, paths, modes, prefixes, seed=0), tokens)
         total += _pipeline_units(config, index)
         if config.memory:
-            total += sum(_probe_units(path.name, tokens) for path in [*paths, *modes])
+            total += sum(_probe_units(path.name, tokens) for path in probed([*paths, *modes]))
     return total
 
 
@@ -71,6 +80,7 @@ def measure_latency(
     target,
     source,
     maps: dict[str, CacheMap],
+    modes: list[TargetPath],
     prefixes: torch.Tensor,
     config: Latency,
     folder: Path,
@@ -84,7 +94,7 @@ def measure_latency(
     """Time all paths at every length and probe their memory; what an earlier call with this key did is kept.
 
     Args:
-        maps: those of `ridge` and `learned`, by these names. prefixes: real tokens (N, the longest or more).
+        maps: those of `ridge` and `learned`, by these names. modes: from `other_ways`. prefixes: real tokens (N, the longest or more).
         folder: where each length is kept as soon as it is measured, and each probe as soon as it is taken.
         key: stands for everything that the times depend on. progress: made for `latency_units`.
         target_folder, map_files: what the process that probes memory loads.
@@ -95,7 +105,7 @@ def measure_latency(
             f"prefixes {tuple(prefixes.shape)} given, expected (N, {longest} or more): give longer ones, or "
             "shorten latency.prefix_tokens"
         )
-    paths, modes = standard_paths(maps), other_ways(config, maps)[0]
+    paths = standard_paths(maps)
     named = {path.name: path for path in paths}
     raw, parts, pipelines = [], [], []
     for index, tokens in enumerate(config.prefix_tokens):
@@ -124,7 +134,13 @@ def measure_latency(
                 _pipeline(target, source, paths, prefixes, config, index, folder, key, seed, progress)
             )
     memory = _measure_memory(
-        target, [*paths, *modes], config, part_file(folder, key, "memory"), progress, target_folder, map_files
+        target,
+        probed([*paths, *modes]),
+        config,
+        part_file(folder, key, "memory"),
+        progress,
+        target_folder,
+        map_files,
     )
     return Measured(
         pd.concat(raw, ignore_index=True),
@@ -159,7 +175,7 @@ def _pipeline(target, source, paths, prefixes, config, index, folder, key, seed,
     if file.exists():
         progress.skip(_pipeline_units(config, index))
     else:
-        rows = pipeline_rows(target, source, paths, prefixes[:, :tokens], repetitions, f"{seed}/{tokens}")
+        rows = time_pipeline(target, source, paths, prefixes[:, :tokens], repetitions, f"{seed}/{tokens}")
         write_table(file, pd.DataFrame(rows, columns=PIPELINE_COLUMNS))
         progress.advance(_pipeline_units(config, index), f"{tokens} tokens, pipeline")
     return read_table(file)
@@ -212,7 +228,7 @@ def _pipeline_units(config: Latency, index: int) -> float:
     if not has_pipeline(config, index):
         return 0.0
     tokens, runs = config.prefix_tokens[index], config.pipeline_repetitions[index] + 1
-    return len(PIPELINED) * runs * (2 * _units("", "cold", tokens) + _units("", "resident", tokens))
+    return runs * (2 * _units("", "cold", tokens) + _units("", "resident", tokens))
 
 
 def _probe_units(name: str, tokens: int) -> float:

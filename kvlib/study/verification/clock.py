@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlib.breakdown import PARTS
+from kvlib.compiled import NO_COMPILER
 from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry
 from kvlib.maps import load_map
@@ -14,14 +15,16 @@ from kvlib.modes import MARK
 from kvlib.study.latency import MAPS, parts_key
 from kvlib.study.latency_tables import ORDER, crossovers, floor_rows, mode_rows, summarise
 from kvlib.study.models import place_of
-from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED
+from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, WAYS, pipeline_medians
 from kvlib.study.timing import (
     BREAKDOWN_COLUMNS,
     BROKEN_DOWN,
+    MODES_OF,
     broken_down,
     has_pipeline,
     other_ways,
     part_file,
+    probed,
     together,
 )
 from kvlib.study.verification.checking import Check
@@ -39,9 +42,11 @@ def check_latency(records: Records, check: Check) -> None:
         records.table(STAGE, f"{name}.parquet") for name in ("raw", "memory", "breakdown", "pipeline")
     )
     files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
-    modes, left_out = other_ways(
-        config, {name: load_map(file, pair=records.pair) for name, file in files.items()}
-    )
+    maps = {name: load_map(file, pair=records.pair) for name, file in files.items()}
+    # whether a compiler was there is the recording machine's, not this one's
+    without = None if (raw["path"] == f"{MODES_OF}{MARK}compiled").any() else NO_COMPILER
+    modes, left_out = other_ways(config, maps, without)
+    stated = {row["compile_seconds"] for row in records.summary(STAGE)["modes"] if row["compiled"]}
     paths = [*ORDER, *(path.name for path in modes)]
     key = parts_key(run, frozen)
 
@@ -71,8 +76,8 @@ def check_latency(records: Records, check: Check) -> None:
         with check.reading("latency/memory.parquet"):
             kept = part("memory").sort_values(["prefix_tokens", "path"], ignore_index=True)
             check.table("latency/memory.parquet", memory, kept)
-            probed = len(config.prefix_tokens) * len(paths)
-            check.same("latency/memory.parquet, rows", len(memory), probed)
+            wanted = len(config.prefix_tokens) * (len(ORDER) + len(probed(modes)))
+            check.same("latency/memory.parquet, rows", len(memory), wanted)
     with check.reading("latency/breakdown.parquet"):
         kept = [part(f"breakdown-{tokens:05d}") for tokens in broken_down(config)]
         check.table("latency/breakdown.parquet", parts, together(kept, BREAKDOWN_COLUMNS))
@@ -92,11 +97,11 @@ def check_latency(records: Records, check: Check) -> None:
     expected = {
         "rows": rows,
         "crossover": crossovers(rows),
-        "modes": mode_rows(raw, memory),
+        "modes": mode_rows(raw, memory, stated.pop() if stated else None),
         "left_out": left_out,
         "floor": _floor(records, config.prefix_tokens),
         "breakdown": parts.to_dict("records"),
-        "pipeline": pipeline.to_dict("records"),
+        "pipeline": pipeline_medians(pipeline),
         "dtype": run.profile.pair.dtype,
         "warmups": dict(zip(map(str, config.prefix_tokens), config.warmups)),
         "prompts": run.profile.partitions.latency.items,
@@ -109,12 +114,12 @@ def _same_pipeline(config, pipeline: pd.DataFrame, part, check: Check) -> None:
     lengths = [tokens for index, tokens in enumerate(config.prefix_tokens) if has_pipeline(config, index)]
     kept = [part(f"pipeline-{tokens:05d}") for tokens in lengths]
     check.table("latency/pipeline.parquet", pipeline, together(kept, PIPELINE_COLUMNS))
-    asked = [
-        [tokens, path, config.pipeline_repetitions[config.prefix_tokens.index(tokens)]]
+    asked = {
+        (tokens, PIPELINED, way): config.pipeline_repetitions[config.prefix_tokens.index(tokens)]
         for tokens in lengths
-        for path in PIPELINED
-    ]
-    found = pipeline[["prefix_tokens", "path", "repetitions"]].to_numpy().tolist()
+        for way in WAYS
+    }
+    found = pipeline.groupby(["prefix_tokens", "path", "way"]).size().to_dict()
     check.same("latency/pipeline.parquet, repetitions", found, asked)
 
 
