@@ -175,7 +175,7 @@ def cold_handoff(
     chunk_tokens: int | None = None,
     check: bool = True,
 ) -> Handoff:
-    """From a prompt to a handoff, the source's prefill included, the way that is faster on the device.
+    """From a prompt to a handoff, the source's prefill included, by the way that suits the device.
 
     Args: as for `pipelined`, and
         way: "serial" prefills here and hands over on entering; "pipelined" is `pipelined`. "auto" is pipelined on CUDA
