@@ -37,20 +37,45 @@ class Affine:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Map x (..., H, N, D); `weight` (..., H, N, 1) is the share of the bias that applies to each row."""
-        y = x if self.dense is None else x @ self.dense
+        rows = self._batched(x)
+        y = rows if self.dense is None else torch.bmm(rows, self._for(rows, self.dense))
         if self.left is not None:
-            y = y + (x @ self.left).mul(self.scale) @ self.right
+            latent = torch.bmm(rows, self._for(rows, self.left))
+            y = torch.baddbmm(y, latent, self._for(rows, self.right), alpha=self.scale)
         if self.bias is not None:
-            bias = self.bias.unsqueeze(-2)  # (H, 1, D)
-            y = y + (bias if weight is None else weight * bias)
-        return y
+            bias = self._for(rows, self.bias.unsqueeze(-2))  # (H, 1, D)
+            y = y + (bias if weight is None else self._batched(weight) * bias)
+        return y.view(x.shape)
 
     def transpose(self, q: torch.Tensor) -> torch.Tensor:
         """The adjoint of the linear part: q (..., H, N, D) -> the query that reads unmapped keys."""
-        y = q if self.dense is None else q @ self.dense.transpose(-1, -2)
+        rows = self._batched(q)
+        y = rows if self.dense is None else torch.bmm(rows, self._for(rows, self.dense).mT)
         if self.left is not None:
-            y = y + (q @ self.right.transpose(-1, -2)).mul(self.scale) @ self.left.transpose(-1, -2)
-        return y
+            latent = torch.bmm(rows, self._for(rows, self.right).mT)
+            y = torch.baddbmm(y, latent, self._for(rows, self.left).mT, alpha=self.scale)
+        return y.view(q.shape)
+
+    def composed(self) -> "Affine":
+        """The same map with its linear part as one matrix, W + s L R: one product where there were three.
+
+        Not in half precision: the identity's ones would swallow what is small beside them.
+        """
+        if self.left is None or self.left.dtype not in (torch.float32, torch.float64):
+            return self
+        dense = self.dense
+        if dense is None:
+            dense = torch.eye(self.left.shape[1], dtype=self.left.dtype, device=self.left.device)
+        return Affine(dense + self.scale * (self.left @ self.right), self.bias)
+
+    @staticmethod
+    def _batched(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(-1, *x.shape[-2:])
+
+    @staticmethod
+    def _for(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """A weight (H, ·, ·) for each matrix of `rows` (prompts × H, N, ·)."""
+        return weight if len(rows) == len(weight) else weight.repeat(len(rows) // len(weight), 1, 1)
 
     def to(self, *args, **kwargs) -> "Affine":
         moved = (
@@ -97,31 +122,33 @@ def two_segment_attention(
         q, prefix_keys, prefix_values, new_keys, new_values = (
             t.float() for t in (q, prefix_keys, prefix_values, new_keys, new_values)
         )
-    q = (q * scaling).reshape(batch, heads, group * steps, dim)  # a KV head's queries side by side
-    read = key_map.transpose(q)
-    prefix_scores = products.scores(read.flatten(0, 1), prefix_keys.flatten(0, 1)).unflatten(
-        0, (batch, heads)
-    )  # (B, H, G S, T)
-    if key_map.bias is not None:
-        prefix_scores = prefix_scores + (q @ key_map.bias.unsqueeze(-1))  # q · c, the same at every position
-    new_scores = q @ new_keys.transpose(-1, -2)  # (B, H, G S, N)
+    # a KV head's queries side by side; from here on prompts and KV heads are one axis, N
+    q = (q * scaling).reshape(batch, heads, group * steps, dim)
+    q = q.flatten(0, 1)
+    read = key_map.transpose(q)  # (N, G S, D)
+    prefix_keys, prefix_values, new_keys, new_values = (
+        t.flatten(0, 1) for t in (prefix_keys, prefix_values, new_keys, new_values)
+    )
+    prefix_scores = products.scores(read, prefix_keys)  # (N, G S, T)
+    if key_map.bias is not None:  # q · c, the same at every position
+        prefix_scores = prefix_scores + q @ key_map.bias.repeat(batch, 1).unsqueeze(-1)
+    new_scores = torch.bmm(q, new_keys.mT)  # (N, G S, N')
     if prefix_valid is not None:
-        prefix_scores = prefix_scores.masked_fill(~prefix_valid[:, None, None, :], float("-inf"))
+        padded = ~prefix_valid.repeat_interleave(heads, 0).unsqueeze(1)  # (N, 1, T)
+        prefix_scores = prefix_scores.masked_fill(padded, float("-inf"))
     if steps > 1:
-        length = new_keys.shape[2]
+        length = new_keys.shape[1]
         causal = torch.ones(steps, length, dtype=torch.bool, device=q.device).tril(length - steps)
         new_scores = new_scores.masked_fill(~causal.repeat(group, 1), float("-inf"))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     p = torch.cat([prefix_scores, new_scores], -1).softmax(-1, dtype=wide).to(q.dtype)
-    p_prefix, p_new = p.split([prefix_keys.shape[2], new_keys.shape[2]], -1)
-    out = products.weighted_sum(p_prefix.flatten(0, 1), prefix_values.flatten(0, 1)).unflatten(
-        0, (batch, heads)
-    )  # (B, H, G S, D)
+    p_prefix, p_new = p.split([prefix_keys.shape[1], new_keys.shape[1]], -1)
+    out = products.weighted_sum(p_prefix, prefix_values)  # (N, G S, D)
     if not value_map.is_identity:
         share = p_prefix.sum(-1, keepdim=True) if value_map.bias is not None else None
         out = value_map.forward(out, share)
-    out = out + p_new @ new_values
-    return out.reshape(batch, query_heads, steps, dim).to(dtype)
+    out = torch.baddbmm(out, p_new, new_values)
+    return out.view(batch, query_heads, steps, dim).to(dtype)
 
 
 def _in_query_chunks(

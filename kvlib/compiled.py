@@ -14,6 +14,10 @@ import torch
 from kvlib.errors import KvlibError
 from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
 
+SAMPLE_TOKENS = (
+    4096  # compiled on so many positions: from a small sample the compiler concludes that one core will do
+)
+
 
 def why_not_compiled(cache_map) -> str | None:
     """None when the map's correction can be compiled, else the reason in a few words."""
@@ -69,7 +73,10 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
 
     def correct_(layer, keys, values, _angles=None, run=None):
         for x, is_value in ((keys, False), (values, True)):
-            rows, squares, right = cache_map.low_rank(layer, is_value)
+            # contiguous: a strided row cannot be loaded as a vector
+            rows, squares, right = (
+                None if w is None else w.contiguous() for w in cache_map.low_rank(layer, is_value)
+            )
             turned, turned_right, cos, sin = None, None, None, None
             if turns[0] is not None and not is_value:
                 right = right / angle_norm(angles)
@@ -81,7 +88,7 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
     try:
         like = prefix.keys[0]
         sample = [
-            like.new_zeros(like.shape[0], like.shape[1], min(16, like.shape[2]), like.shape[3])
+            like.new_zeros(like.shape[0], like.shape[1], min(SAMPLE_TOKENS, like.shape[2]), like.shape[3])
             for _ in range(2)
         ]
 

@@ -150,10 +150,12 @@ def path_divergence(
     mode: str = "auto",
     *,
     check: bool = True,
+    native: torch.Tensor | None = None,
 ) -> Divergence:
     """Hand `prefix` (B prompts) over through the map, force the reference's tokens, and compare with native.
 
-    An in-place map works on a copy here, so that the prefix can be used again.
+    An in-place map works on a copy here, so that the prefix can be used again. native: `native_logits` of the reference,
+    for several maps; made here when None.
     """
     if cache_map.why_not_affine and mode in ("auto", "in_place"):
         prefix = prefix.clone()
@@ -162,8 +164,13 @@ def path_divergence(
             f"a cache of {prefix.batch} prompts given with a reference of {len(reference.inputs)}, expected as many: select the "
             "same prompts of both"
         )
-    head = target.get_output_embeddings()
     with handoff(target, prefix, cache_map, mode, check=check) as active:
         path = active.logits(reference.inputs)
-        native = head(reference.hidden)
-    return divergence(native, path, reference.forced)
+    return divergence(native_logits(target, reference) if native is None else native, path, reference.forced)
+
+
+@torch.no_grad()
+def native_logits(target, reference: Reference) -> torch.Tensor:
+    """(B, S, V)."""
+    with fast_linears(target):
+        return target.get_output_embeddings()(reference.hidden)

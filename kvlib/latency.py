@@ -46,13 +46,14 @@ class TargetPath:
     """One way to the target's first token.
 
     name: as in the records. way: "prefill" is native; "stock" is transformers' own attention on the source's
-    cache; "handoff" goes through `kvlib.handoff` with `cache_map` and `mode`.
+    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled`.
     """
 
     name: str
     way: str
     cache_map: CacheMap | None = None
     mode: str = "auto"
+    compiled: bool = False
 
     def __post_init__(self):
         if self.way not in WAYS or (self.way == "handoff") != (self.cache_map is not None):
@@ -125,7 +126,8 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
         with fast_linears(target):
             logits = head(forward(target, last, cache, prefix.lengths.unsqueeze(1)))
     else:
-        with handoff(target, prefix, path.cache_map, path.mode, check=False) as active:
+        options = {"check": False, "compiled": path.compiled}
+        with handoff(target, prefix, path.cache_map, path.mode, **options) as active:
             logits = active.logits(last, last=True)
         cache, mode = active.cache, active.mode
     return FirstToken(int(logits[0, -1].argmax()), mode, cache)
@@ -147,6 +149,7 @@ def schedule(
     repetitions: int,
     cold_repetitions: int,
     seed: int | str,
+    resident_only: Sequence[TargetPath] = (),
 ) -> list[Round]:
     """Rounds in which every path appears once, in an order drawn anew each time.
 
@@ -156,9 +159,11 @@ def schedule(
         warmups: rounds of every resident path, first. Cold repetitions have none of their own: each of their
             two parts has run by then.
         repetitions: of each path, resident. cold_repetitions: of each handoff, evenly over the rounds.
+        resident_only: more paths, in the same rounds, for which no source is read again.
     """
     draw, number = random.Random(seed), max(repetitions, cold_repetitions)
     handoffs = [path for path in paths if path.way == "handoff"]
+    paths = [*paths, *resident_only]
     rounds = [Round(0, [(path, "resident", None) for path in paths]) for _ in range(warmups)]
     rounds += [Round(n * min(prompts, number) // number, []) for n in range(number)]
     for residency, group, count in (("resident", paths, repetitions), ("cold", handoffs, cold_repetitions)):
@@ -176,6 +181,7 @@ def measure(
     rounds: Sequence[Round],
     prompts: torch.Tensor,
     progress: Callable[[str, str], None] | None = None,
+    afterwards: Callable[[torch.Tensor, PrefixCache], None] | None = None,
 ) -> list[Sample]:
     """Time every path at one prefix length.
 
@@ -183,6 +189,7 @@ def measure(
         rounds: from `schedule`. prompts: token ids (N, T).
         progress: called after each clock, warm-ups included, with the path's name and its residency, and with
             ("source", "prefill") after a resident cache was made.
+        afterwards: called once with the last prompt (1, T) and its resident cache, when all clocks have run.
 
     Raises: KvlibError when models, prompts and maps do not fit, or the source's cache is not finite.
     """
@@ -215,20 +222,22 @@ def measure(
                 )  # fmt: skip
             del result  # a whole cache: not to be kept while the next path runs
             report(path.name, residency)
+    if afterwards is not None and prefix is not None:
+        afterwards(prompt, prefix)
     return samples
 
 
 def _time_resident(target, path, prompt, prefix):
     if path.consumes_prefix:
         prefix = prefix.clone()
-    with _clock(prompt.device) as read:
+    with clock(prompt.device) as read:
         result = first_token(target, path, prompt, prefix)
         ms = read()
     return result, ms, None
 
 
 def _time_cold(target, source, path, prompt):
-    with _clock(prompt.device) as read:
+    with clock(prompt.device) as read:
         prefix = prefill(source, prompt[:, :-1])
         source_ms = read()
         result = first_token(target, path, prompt, prefix)
@@ -237,7 +246,7 @@ def _time_cold(target, source, path, prompt):
 
 
 @contextlib.contextmanager
-def _clock(device: torch.device):
+def clock(device: torch.device):
     """A function that reads milliseconds since entering, the device synchronised before each look."""
     collecting = gc.isenabled()
     gc.disable()
@@ -267,25 +276,6 @@ def percentiles(ms: Iterable[float]) -> tuple[float, float | None]:
     return statistics.median(ms), float(np.percentile(ms, 95)) if len(ms) >= P95_MIN_REPETITIONS else None
 
 
-def crossover(
-    prefix_tokens: Sequence[int], native_ms: Sequence[float], path_ms: Sequence[float]
-) -> tuple[float | None, bool]:
-    """Where a path's p50 falls below native's for good; straight lines in log-log between the lengths.
-
-    Returns: (tokens, below). tokens is None when the crossover lies below the shortest length measured (below
-    is true) and when the path is slower at the longest.
-    """
-    gaps = [math.log(path) - math.log(native) for native, path in zip(native_ms, path_ms, strict=True)]
-    slower = [i for i, gap in enumerate(gaps) if gap >= 0]
-    if not slower:
-        return None, True
-    i = slower[-1]
-    if i == len(gaps) - 1:
-        return None, False
-    left, right = math.log(prefix_tokens[i]), math.log(prefix_tokens[i + 1])
-    return math.exp(left + (right - left) * gaps[i] / (gaps[i] - gaps[i + 1])), False
-
-
 @torch.no_grad()
 def memory_bandwidth_gb_s(
     device: torch.device | str = "cpu", *, size_bytes: int = BANDWIDTH_BYTES, repetitions: int = 10
@@ -299,7 +289,7 @@ def memory_bandwidth_gb_s(
     matrix = torch.ones(max(1, size_bytes // 2**14), 2**12, device=device)  # rows of 16 KiB
     best = math.inf
     for _ in range(repetitions + 1):
-        with _clock(device) as read:
+        with clock(device) as read:
             matrix.sum(1)
             best = min(best, read())
     return matrix.numel() * matrix.element_size() / best / 1e6

@@ -37,7 +37,8 @@ import torch
 from kvlib.cache import Geometry, PrefixCache
 from kvlib.errors import KvlibError
 from kvlib.latency import TargetPath, first_token, standard_paths, synchronise
-from kvlib.maps import load_map
+from kvlib.maps import CacheMap, load_map
+from kvlib.modes import MARK, WAYS, mode_paths, split_name
 from kvlib.pair import load_model
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -218,7 +219,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvlib.memory", description=__doc__.partition("\n")[0])
     parser.add_argument("target", help="folder or hub id of the target model")
     parser.add_argument(
-        "probes", nargs="+", metavar="PATH:TOKENS", help="native, direct, direct_stock, or a --map's name"
+        "probes",
+        nargs="+",
+        metavar="PATH:TOKENS",
+        help="native, direct, direct_stock, a --map's name, or that name with @ and a way",
     )
     parser.add_argument(
         "--map", action="append", default=[], metavar="PATH=FILE", help="a path's map, as safetensors"
@@ -230,8 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     files = dict(text.split("=", 1) for text in given.map)
     maps = {name: load_map(Path(file), pair=None).to(given.device) for name, file in files.items()}
-    paths = {path.name: path for path in standard_paths(maps)}
-    probes = [_parse(text, paths) for text in given.probes]
+    probes = [_parse(text, maps) for text in given.probes]
     torch.set_num_threads(1)  # no thread pool before the forks
     keep_no_freed_pages()
     target = load_model(given.target, dtype=getattr(torch, given.dtype), device=given.device)
@@ -241,12 +244,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stdout.flush()
 
 
-def _parse(text: str, paths: dict[str, TargetPath]) -> tuple[TargetPath, int]:
+def _parse(text: str, maps: dict[str, CacheMap]) -> tuple[TargetPath, int]:
     name, _, tokens = text.rpartition(":")
+    paths = {path.name: path for path in standard_paths(maps)}
+    base, way = split_name(name)
+    if base in maps and way in WAYS:
+        paths |= {path.name: path for path in mode_paths(base, maps[base], [way])[0]}
     if name not in paths or not tokens.isdigit() or int(tokens) < 2:
         raise KvlibError(
             f"probe {text!r} given, expected PATH:TOKENS with 2 tokens or more and a path of "
-            f"{', '.join(paths)}"
+            f"{', '.join(paths)}, or a --map's name, {MARK} and a way of {', '.join(WAYS)}"
         )
     return paths[name], int(tokens)
 

@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvlib.errors import KvlibError
+from kvlib.linear import linear
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,16 @@ class _Run:
 
     def heads(self, x, qkv):
         """Normalised stream x (n, T, *) -> the query heads' outputs side by side (n, T, Q * D)."""
-        q, k, v = ((x @ w.T).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in qkv)  # (n, ·, T, D)
+        q, k, v = (
+            linear(x, w).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in qkv
+        )  # (n, ·, T, D)
         q, k = apply_rotary_pos_emb(q, k, self.cos, self.sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return mixed.transpose(1, 2).flatten(2)
 
     def neurons(self, x, gate_up):
         """Normalised stream x (n, T, *) -> the MLP neurons' activations (n, T, M)."""
-        return self.activation(x @ gate_up[0].T).mul_(x @ gate_up[1].T)
+        return self.activation(linear(x, gate_up[0])).mul_(linear(x, gate_up[1]))
 
 
 def _survey(run: _Run, progress: Callable[[int, int], None]):
@@ -137,10 +140,10 @@ def _survey(run: _Run, progress: Callable[[int, int], None]):
         for c in run.chunks:
             x = _normalise(stream[c], run.eps)
             moment += _product(x, x)
-            stream[c] += run.heads(x, qkv) @ o.T
+            stream[c] += linear(run.heads(x, qkv), o)
             x = _normalise(stream[c], run.eps)
             moment += _product(x, x)
-            stream[c] += (activations := run.neurons(x, gate_up)) @ down.T
+            stream[c] += linear(activations := run.neurons(x, gate_up), down)
             energy += activations.square_().sum((0, 1))
         # What a neuron writes: its activation's energy times the squared norm of its output column.
         importance.append(energy * down.double().square().sum(0))
@@ -175,12 +178,12 @@ def _slice_and_refit(run: _Run, basis, stay, penalty: float, progress: Callable[
         def pairs():
             for c in run.chunks:
                 target[c] += target_step(c)
-                gap[c] = target[c] @ basis - source[c]
+                gap[c] = linear(target[c], basis.T) - source[c]
                 yield inputs(c), gap[c]
 
         weights[f"{name}.weight"] = fitted = _ridge(pairs(), start, penalty)
         for c in run.chunks:
-            source[c] += (step := inputs(c) @ fitted.T)
+            source[c] += (step := linear(inputs(c), fitted))
             gap[c] -= step
 
     def slice_and_refit_layer(name, layer, chosen):
@@ -192,7 +195,7 @@ def _slice_and_refit(run: _Run, basis, stay, penalty: float, progress: Callable[
         heads = torch.cat([run.heads(_normalise(source[c], eps, gain), small_qkv) for c in run.chunks])
         refit(
             f"{name}.self_attn.o_proj",
-            lambda c: run.heads(_normalise(target[c], run.eps), qkv) @ o.T,
+            lambda c: linear(run.heads(_normalise(target[c], run.eps), qkv), o),
             lambda c: heads[c],
             basis.T @ o,
         )
@@ -201,7 +204,7 @@ def _slice_and_refit(run: _Run, basis, stay, penalty: float, progress: Callable[
         weights.update({f"{name}.mlp.{part}_proj.weight": w for part, w in zip(("gate", "up"), small)})
         refit(
             f"{name}.mlp.down_proj",
-            lambda c: run.neurons(_normalise(target[c], run.eps), gate_up) @ down.T,
+            lambda c: linear(run.neurons(_normalise(target[c], run.eps), gate_up), down),
             lambda c: run.neurons(_normalise(source[c], eps, gain), small),
             basis.T @ down[:, chosen],
         )
@@ -230,7 +233,7 @@ def _energy(x) -> float:
 
 def _product(x, y):
     """Xᵀ Y over all leading axes: a float32 product, to be summed in float64."""
-    return x.flatten(0, -2).T @ y.flatten(0, -2)
+    return linear(x.flatten(0, -2).T.contiguous(), y.flatten(0, -2).T.contiguous())
 
 
 def _ridge(pairs, start, penalty: float):

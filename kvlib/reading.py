@@ -49,8 +49,9 @@ class Handoff:
             if self.check:
                 self.prefix.check_finite("the corrected source")  # half precision overflows
         absorbs = self.mode in ("absorbed", "background")
-        layers = range(len(self.prefix.keys))
-        maps = [cache_map.affine(i) if absorbs else (IDENTITY, IDENTITY) for i in layers]
+        maps = [(IDENTITY, IDENTITY)] * len(self.prefix.keys)
+        if absorbs and cache_map.kind != "direct":
+            maps = list(cache_map.affines)
         self.cache = handoff_cache(self.prefix)
         if self.mode in CORRECTING and cache_map.kind != "direct":
             angles, correct_ = cache_map.angles(rotary, self.prefix), cache_map.correct_

@@ -7,26 +7,33 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvlib.attaching import attach, compute_dtype
-from kvlib.attention import IDENTITY
+from kvlib.attention import IDENTITY, Affine
 from kvlib.cache import PrefixCache, forward, handoff_cache
 from kvlib.maps.residual import WEIGHTS, ResidualMap
+from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
+from kvlib.ragged import RaggedPrefix, parts, reading
 
 MSE_POSITIONS = 128  # per prompt of a warm-up step
+KL_ROWS = 16  # of logits at a time
 
 
 @dataclass(frozen=True)
 class Batch:
     """One step's data, cut from longer windows at a position of each prompt's own.
 
-    source: the source's cache (B prompts, right-padded, `valid` set). target: the target's over the same positions,
-    for the warm-up. inputs: (B, S) tokens read at the forced steps. hidden: (B, S, C) native's final hidden states.
+    source: the source's cache of B prompts. target: the target's over the same positions, for the warm-up; None where it
+    was not asked for. inputs: (B, S) tokens read at the forced steps. hidden: (B, S, C) native's final hidden states.
     """
 
-    source: PrefixCache
-    target: PrefixCache
+    source: RaggedPrefix
+    target: RaggedPrefix | None
     inputs: torch.Tensor
     hidden: torch.Tensor
+
+    def select(self, prompts: slice) -> "Batch":
+        target = None if self.target is None else self.target.select(prompts)
+        return Batch(self.source.select(prompts), target, self.inputs[prompts], self.hidden[prompts])
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ def train(
     learning_rate: float,
     head_weight: torch.Tensor,
     micro_batch: int | None = None,
+    frozen: "Frozen | None" = None,
 ) -> Iterator[Step]:
     """Yield after every step; only the map's four weights change. Stops after yielding a loss that is not finite.
 
@@ -58,6 +66,7 @@ def train(
         steps: in all, `warmup_steps` of KV-MSE included. learning_rate: Adam's, with a cosine decay to a tenth.
         head_weight: the target's output embedding (V, C), float32: logits in half precision would be noise.
         micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's.
+        frozen: the target and its head as `Frozen.of` makes them, for several trainings; made here when None.
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
@@ -72,15 +81,13 @@ def train(
         size = micro_batch or batch.source.batch
         loss = 0.0
         for start in range(0, batch.source.batch, size):
-            part = slice(start, start + size)
-            share = len(range(*part.indices(batch.source.batch))) / batch.source.batch
-            piece = Batch(batch.source.select(part), batch.target.select(part) if warm else batch.target,
-                          batch.inputs[part], batch.hidden[part])  # fmt: skip
-            value = (
-                kv_mse(current, piece, rotary)
-                if warm
-                else forced_kl(target, current, piece, head_weight, rotary)
-            )
+            piece = batch.select(slice(start, start + size))
+            share = piece.source.batch / batch.source.batch
+            if warm:
+                value = kv_mse(current, piece, rotary)
+            else:
+                frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
+                value = forced_kl(frozen, current, piece, rotary)
             (value * share).backward()
             loss += float(value.detach()) * share
         if math.isfinite(loss):
@@ -96,62 +103,126 @@ def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
 
     Over evenly spaced positions, about `MSE_POSITIONS` of them: neighbours say much the same.
     """
-    some = slice(None, None, max(1, batch.source.tokens // MSE_POSITIONS))
-    valid = batch.source.valid[:, None, some, None]  # (B, 1, T, 1)
-    angles = tuple(t[:, some] for t in rotary(batch.source.positions)) if rotary else None
+    step, wide = max(1, max(batch.source.lengths) // MSE_POSITIONS), cache_map.key_left.dtype
+    source, target = batch.source.every(step), batch.target.every(step)
+    angles = rotary(source.positions() * step) if rotary else None
+    member = torch.zeros(sum(source.lengths), source.batch, dtype=wide, device=source.device)  # (N, B)
+    for prompt, part in enumerate(parts(source.lengths)):
+        member[part, prompt] = 1
     total = 0.0
-    for layer, (keys, values) in enumerate(zip(batch.source.keys, batch.source.values)):
-        corrected = cache_map.correct(layer, keys[:, :, some].float(), values[:, :, some].float(), angles)
-        targets = (batch.target.keys[layer], batch.target.values[layer])
-        for ours, theirs in zip(corrected, (t[:, :, some].float() for t in targets)):
-            error = ((ours - theirs) * valid).pow(2).sum((2, 3))  # (B, H)
-            total = total + (error / (theirs * valid).pow(2).sum((2, 3))).mean()
-    return total / (2 * len(batch.source.keys))
+    for layer in range(source.layers):
+        ours = cache_map.correct(layer, *(t.unsqueeze(0) for t in source.layer(layer, wide)), angles)
+        for x, y in zip(ours, target.layer(layer, wide)):
+            error = (x[0] - y).pow(2).sum(-1) @ member  # (H, B)
+            total = total + (error / (y.pow(2).sum(-1) @ member)).mean()
+    return total / (2 * source.layers)
 
 
-def forced_kl(
-    target, cache_map: ResidualMap, batch: Batch, head_weight: torch.Tensor, rotary=None
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class Frozen:
+    """What training reads and never changes.
+
+    linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
+    which other devices do best with. head: (V, C).
+    """
+
+    target: object
+    linears: FrozenLinears | None
+    head: FrozenMatrix
+
+    @classmethod
+    def of(cls, target, head_weight: torch.Tensor, rows: int | None) -> "Frozen":
+        """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
+        fast = rows is not None and head_weight.device.type == "cpu"
+        return cls(target, FrozenLinears(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
+
+
+def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
-    prefix = batch.source
-    layers = range(len(prefix.keys))
+    read = _read_padded if frozen.linears is None else _read_ragged
+    hidden = read(frozen, cache_map, batch, rotary)
+    return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), frozen.head)
+
+
+def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
+    """The target's final hidden states (B, S, C) over the prefix as the map corrects it."""
+    prefix, wide = batch.source, compute_dtype(frozen.target)
+    lengths, angles = prefix.lengths, rotary(prefix.positions()) if rotary else None
+    maps = None if cache_map.why_not_affine else folded(cache_map, wide)
+
+    def layer_prefix(layer: int):
+        keys, values = prefix.layer(layer, wide)  # (H, N, D)
+        if maps is not None:
+            return keys, values, lengths, *maps[layer]
+        corrected = cache_map.correct(layer, keys.unsqueeze(0), values.unsqueeze(0), angles)
+        # rounded to the cache's dtype, as a handoff writes it there
+        return *(t[0].to(prefix.dtype).to(wide) for t in corrected), lengths, IDENTITY, IDENTITY
+
+    offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
+    positions = torch.tensor(lengths, device=prefix.device).unsqueeze(1) + offsets
+    with reading(frozen.target, layer_prefix), frozen.linears.within():
+        return forward(frozen.target, batch.inputs, None, positions)
+
+
+def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Affine]]:
+    """(key map, value map) per layer, each one dense matrix: W + s A B (I for direct), all layers' products at once."""
+    found, base = [], cache_map.base
+    for kind in ("key", "value"):
+        product = (getattr(cache_map, f"{kind}_left") @ getattr(cache_map, f"{kind}_right")).mul(
+            cache_map.scale
+        )
+        whole = torch.eye(product.shape[-1]).to(product) if base is None else getattr(base, f"{kind}_weight")
+        biases = [None] * len(product) if base is None else getattr(base, f"{kind}_bias").to(dtype).unbind(0)
+        found.append([Affine(*parts) for parts in zip((whole + product).to(dtype).unbind(0), biases)])
+    return list(zip(*found))
+
+
+def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
+    """As `_read_ragged`, by the attention of a handoff and in torch's own products."""
+    target, prefix = frozen.target, batch.source.padded()
     if cache_map.why_not_affine:
-        angles = rotary(prefix.positions) if rotary else None
+        angles, dtype, wide = (
+            rotary(prefix.positions) if rotary else None,
+            prefix.dtype,
+            compute_dtype(target),
+        )
         pairs = [
-            cache_map.correct(i, prefix.keys[i].float(), prefix.values[i].float(), angles) for i in layers
+            cache_map.correct(n, k.to(wide), v.to(wide), angles)
+            for n, (k, v) in enumerate(zip(prefix.keys, prefix.values))
         ]
-        dtype = prefix.dtype
         prefix = PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
         maps = [(IDENTITY, IDENTITY)] * len(pairs)
     else:
         dtype = compute_dtype(target)
-        maps = [tuple(m.to(dtype) for m in cache_map.affine(i)) for i in layers]
+        maps = [tuple(m.to(dtype) for m in cache_map.affine(n)) for n in range(len(prefix.keys))]
     cache = handoff_cache(prefix)
     offsets = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
     restore = attach(target, cache, maps, prefix.valid)
     try:
-        hidden = forward(target, batch.inputs, cache, prefix.lengths.unsqueeze(1) + offsets)
+        return forward(target, batch.inputs, cache, prefix.lengths.unsqueeze(1) + offsets)
     finally:
         restore()
-    return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), head_weight)
 
 
 class HeadKL(torch.autograd.Function):
     """mean KL(softmax(n Wᵀ) ‖ softmax(h Wᵀ)) over rows; its gradient (softmax(h Wᵀ) − softmax(n Wᵀ)) W / rows.
 
-    Computed at once in the forward pass, so that no logits are kept: at V = 128,256 they are the largest tensors.
+    Computed at once in the forward pass, so that no logits are kept: at V = 128,256 they are the largest tensors. What
+    comes between the products goes over a few rows at a time, which stay in the processor's cache.
     """
 
     @staticmethod
-    def forward(ctx, hidden, native_hidden, head_weight):  # (R, C), (R, C), (V, C)
-        path = hidden.float() @ head_weight.T
-        native = native_hidden.float() @ head_weight.T
-        path_norm, native_norm = path.logsumexp(-1, keepdim=True), native.logsumexp(-1, keepdim=True)
-        p = (native - native_norm).exp_()
-        # Σ p (log p − log q), without keeping either logarithm
-        kl = (p * native.sub_(path)).sum(-1, keepdim=True) - native_norm + path_norm
-        gradient = path.sub_(path_norm).exp_().sub_(p)
-        ctx.save_for_backward((gradient @ head_weight / len(hidden)).to(hidden.dtype))
+    def forward(ctx, hidden, native_hidden, head: FrozenMatrix):  # (R, C), (R, C), (V, C)
+        path, native = (head.times(t.to(head.dtype)) for t in (hidden, native_hidden))  # (R, V)
+        kl = path.new_empty(len(path))
+        size = KL_ROWS if path.device.type == "cpu" else len(path)
+        for start in range(0, len(path), size):
+            rows = slice(start, start + size)
+            log_p, log_q = native[rows].log_softmax(-1), path[rows].log_softmax(-1)
+            p = log_p.exp()
+            torch.sum(log_p.sub_(log_q).mul_(p), -1, out=kl[rows])
+            torch.sub(log_q.exp_(), p, out=path[rows])  # the gradient of these rows' logits
+        ctx.save_for_backward((head.back(path) / len(hidden)).to(hidden.dtype))
         return kl.mean()
 
     @staticmethod

@@ -22,12 +22,17 @@ warmups = None  # type: list[int] uncounted repetitions per length
 repetitions = None  # type: list[int] counted repetitions per length, source cache resident
 cold_repetitions = None  # type: list[int] counted repetitions per length, the source's prefill included
 memory = None  # type: bool whether peak memory is measured too
+modes = None  # type: list[str] the learned map's other ways that are timed: materialised, in_place, absorbed, background, compiled
+breakdown = None  # type: bool whether the shortest and the longest step are taken apart by a profiler
+pipeline_repetitions = None  # type: list[int] counted repetitions per length of the cold pipeline; [] for none
+gpu_results = None  # type: str a JSON file that benchmarks/gpu.py wrote, to be shown at the end
 
 # %% tags=["hide-input"]
-from kvlib.report import figures, tables
-from kvlib.report.prose import latency_facts
-from kvlib.report.renderer import glue_facts, show, use_book_renderer
+from kvlib.report import figures, gpu, speed, tables
+from kvlib.report.prose import latency_facts, speed_facts
+from kvlib.report.renderer import glue_facts, show, show_table, show_tables, use_book_renderer
 from kvlib.study.records import read_table
+from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_latency
 
 use_book_renderer()
@@ -37,12 +42,18 @@ overrides = {
     "latency.repetitions": repetitions,
     "latency.cold_repetitions": cold_repetitions,
     "latency.memory": memory,
+    "latency.modes": modes,
+    "latency.breakdown": breakdown,
+    "latency.pipeline_repetitions": pipeline_repetitions,
 }
 study = open_run(profile, run, results=results, **overrides)
 latency = run_latency(study)
+final = read_summary(study.stage("frozen_evaluation"))
+measured_on_gpu = gpu.read_results(gpu_results)
+targets = speed.targets(latency, speed.read_targets())
 
 # %% tags=["remove-cell"]
-glue_facts(latency_facts(latency))
+glue_facts(latency_facts(latency) | speed_facts(final, latency, targets) | gpu.gpu_facts(measured_on_gpu))
 peaks = read_table(study.folder / "latency" / "memory.parquet")
 
 # %% [markdown]
@@ -59,10 +70,10 @@ peaks = read_table(study.folder / "latency" / "memory.parquet")
 # %% tags=["hide-input"]
 show(
     figures.time_to_first_token(latency),
-    "Median times; whiskers reach up to the 95th percentile where there is one. Where the learned "
-    "handoff overtakes native prefill between two lengths, a dotted vertical line marks it. “Direct, stock attention” runs the same cache "
-    "through"
-    " the attention that the model ships with, so that no path wins by its attention code alone.",
+    "Median times; whiskers reach up to the 95th percentile where there is one. Where the learned handoff overtakes native prefill"
+    " between two lengths, a dotted vertical line marks it. “Direct, stock attention” runs the same cache through the attention"
+    " that the model ships with, so that no path wins by its attention code alone. The memory floor is what one step must read,"
+    " over the memory bandwidth of this run; native prefill is no single step and is not held against it.",
     tables.latency(latency),
     "latency/summary.json; every repetition in latency/raw.parquet",
 )
@@ -72,10 +83,81 @@ show(
 # acts on the query and on the attention's output, so that its cost hardly grows with the prefix.
 # {glue:text}`learned_mode`
 #
+# ## The frontier again
+#
+# The study finds a trade-off: its correction brings the target closer to native, and the first token comes later
+# than with direct reuse. The price is that of writing a corrected cache before the step, not of the correction.
+# The chart therefore has the learned map twice, at one and the same fidelity: written out into a second cache, which
+# is the study's way, and as it is handed over here.
+#
+# {glue:text}`moved` {glue:text}`stock` {glue:text}`native_ratio`
+
+# %% tags=["hide-input"]
+show(
+    figures.moved_frontier(final, latency),
+    "Fidelity against time, the source's cache resident. KL32 was measured at one prefix length, in the final evaluation of this"
+    " run; the slider moves the times. The arrow leads from the learned map written out into a second cache to the same map as it"
+    " is handed over: both give the target the same corrected keys and values, up to rounding, so both have one KL32.",
+    tables.moved_frontier(final, latency),
+    "frozen_evaluation/summary.json and latency/summary.json",
+)
+
+# %% [markdown]
+# ## One map, several ways
+#
+# The same learned map can be applied in several ways, and what is chosen need not be taken on trust: the others were
+# timed in the same rounds as the paths above. *Written out* makes a second, corrected cache first. *In place* corrects
+# the cache that was handed over, without a second one. *Background*, where it was asked for, starts absorbed and
+# folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. *Compiled*,
+# where it was asked for, is in place by a pass that torch's compiler made; compiling itself falls into a warm-up.
+#
+# {glue:text}`ways` {glue:text}`left_out`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.modes(latency),
+    "Medians with the source's cache resident. “As handed over” is the learned path of the first chart, the others are the same map in"
+    " a way that was asked for by name. From latency/summary.json; every repetition in latency/raw.parquet.",
+)
+
+# %% [markdown]
+# ## Where the time goes
+#
+# One step of direct reuse and of the learned correction, taken apart by torch's profiler. An operator's own time goes to
+# the part that it runs in; “Python and launching” is what is left of the wall clock: Python, the launching of operators,
+# and the profiler's own work. Nothing is rescaled, and the parts add up to the profiled step.
+#
+# {glue:text}`parts` {glue:text}`profiler`
+
+# %% tags=["hide-input"]
+show(
+    figures.step_parts(latency),
+    "Each bar is one profiled step, a mean over a few repetitions. “Attaching and leaving” counts what a handoff does before and"
+    " after the model runs, Python included. On a processor an operator counts with the time for which its caller waits, on a GPU"
+    " with that of its kernels.",
+    tables.step_parts(latency),
+    "latency/breakdown.parquet",
+)
+
+# %% [markdown]
+# No step can be faster than reading what it must read: the weights once and the cache once.
+#
+# {glue:text}`floor`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.floor(latency),
+    "The floor: bytes of weights (every parameter once, of an embedding that the head does not share one row) and of cache, over the"
+    " memory bandwidth measured in this run. From latency/summary.json.",
+)
+
+# %% [markdown]
 # ## Memory
 #
-# Peak memory is counted above the state in which both models and the source's cache are resident; for native
+# Peak extra memory is counted above the state in which both models and the source's cache are resident; for native
 # prefill, above the models alone. The source's cache itself is therefore not in these curves.
+#
+# {glue:text}`memory_ratios`
 
 # %% tags=["hide-input"]
 show(
@@ -85,3 +167,39 @@ show(
     tables.memory(peaks),
     "latency/memory.parquet",
 )
+
+# %% [markdown]
+# ## Cold, in a pipeline
+#
+# Where the source has yet to read the prompt, its prefill is most of the time. The target need not wait for the
+# source's last layer: in the pipeline each layer's cache is handed over as soon as it is there.
+#
+# {glue:text}`pipeline`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.pipeline(latency),
+    "Medians of the cold first token, one after the other and in a pipeline, repetitions interleaved. From latency/pipeline.parquet.",
+)
+
+# %% [markdown]
+# ## What was to be reached
+#
+# Before the absorbed handoff was built, its figures were set: each a ratio within one run, with a limit that must hold
+# and, for most, a closer one to aim at.
+#
+# {glue:text}`reached`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.targets(targets),
+    "For a figure that is set for every length, the length that is furthest from its limit. The limits are in data/targets.yaml.",
+)
+
+# %% [markdown]
+# ## On a GPU: true shapes, random weights
+#
+# {glue:text}`gpu`
+
+# %% tags=["hide-input"]
+show_tables(gpu.gpu_tables(measured_on_gpu))

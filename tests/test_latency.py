@@ -19,7 +19,6 @@ from kvlib import memory as probing
 from kvlib.cache import Geometry
 from kvlib.latency import (
     TargetPath,
-    crossover,
     first_token,
     measure,
     memory_bandwidth_gb_s,
@@ -28,7 +27,8 @@ from kvlib.latency import (
     standard_paths,
 )
 from kvlib.memory import resident_bytes
-from kvlib.study import timing
+from kvlib.study import latency_tables, timing
+from kvlib.study.latency_tables import crossover
 from kvlib.study.profile import Latency
 from kvlib.study.progress import Progress
 
@@ -215,7 +215,7 @@ def test_summary_rows_and_crossovers():
     memory = pd.DataFrame(
         [[128, "native", 7, "prefill"], [128, "learned", None, "absorbed"]], columns=timing.MEMORY_COLUMNS
     )
-    rows = timing.summarise(raw, memory)
+    rows = latency_tables.summarise(raw, memory)
     assert [(r["prefix_tokens"], r["path"], r["residency"]) for r in rows[:4]] == [
         (128, "native", "resident"), (128, "ridge", "resident"),
         (128, "learned", "resident"), (128, "learned", "cold"),
@@ -235,7 +235,7 @@ def test_summary_rows_and_crossovers():
     assert rows[4]["p95_ms"] is None and rows[4]["repetitions"] == 3
     assert cold["handoff_p50_ms"] == 9 and resident["handoff_p50_ms"] is None
     json.dumps(rows, allow_nan=False)
-    found = timing.crossovers(rows)
+    found = latency_tables.crossovers(rows)
     assert found["resident"] == {"learned": pytest.approx(200), "ridge": pytest.approx(300), "below": False}
     assert found["cold"] == {"learned": None, "below": True}
 
@@ -247,6 +247,8 @@ def latency_config(**changes) -> Latency:
         "repetitions": [2, 2],
         "cold_repetitions": [1, 1],
         "memory": False,
+        "modes": [],
+        "breakdown": False,
     }
     return Latency.model_validate({**settings, **changes})
 
@@ -266,23 +268,25 @@ def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None
 def test_a_length_that_was_measured_is_not_measured_again(tmp_path, monkeypatch):
     config, calls = latency_config(), []
 
-    def counted(target, source, rounds, prompts, progress=None):
+    def counted(target, source, rounds, prompts, *more):
         calls.append(prompts.shape[1])
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(target, source, rounds, prompts, progress)
+        return measure(target, source, rounds, prompts, *more)
 
     monkeypatch.setattr(timing, "measure", counted)
     with pytest.raises(KeyboardInterrupt):
         run_stage(tmp_path, config)
-    raw, memory = run_stage(tmp_path, config)
+    measured = run_stage(tmp_path, config)
+    raw, memory = measured.raw, measured.memory
+    assert measured.breakdown.empty and measured.pipeline.empty
     assert calls == [8, 24, 24]
     assert list(raw.columns) == list(
         asdict(measure(tiny_llama(), tiny_llama(), rounds_for({}), tokens(3, 8))[0])
     )
     assert len(raw) == 2 * (2 * 5 + 3) and sorted(raw["prefix_tokens"].unique()) == [8, 24]
     assert memory.empty
-    pd.testing.assert_frame_equal(run_stage(tmp_path, config)[0], raw)
+    pd.testing.assert_frame_equal(run_stage(tmp_path, config).raw, raw)
     assert calls == [8, 24, 24]
     run_stage(tmp_path, config, key="another")
     assert calls == [8, 24, 24, 8, 24]
@@ -333,9 +337,9 @@ def test_memory_is_probed_in_processes_of_their_own(tmp_path, monkeypatch):
         memory=True, prefix_tokens=[1024], repetitions=[1], warmups=[0], cold_repetitions=[0]
     )
     settings = {"target": target, "maps": maps, "map_files": files, "length": 1024}
-    _, table = run_stage(tmp_path, config, **settings)
+    table = run_stage(tmp_path, config, **settings).memory
     monkeypatch.setattr(timing, "_lines", lambda command: pytest.fail("probed again"))
-    pd.testing.assert_frame_equal(run_stage(tmp_path, config, **settings)[1], table)
+    pd.testing.assert_frame_equal(run_stage(tmp_path, config, **settings).memory, table)
 
     assert sorted(zip(table["prefix_tokens"], table["path"], strict=True)) == [
         (1024, path) for path in ("direct", "direct_stock", "learned", "native", "ridge")

@@ -61,6 +61,8 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
         "time_to_first_token": figures.time_to_first_token(latency),
         "peak_memory": figures.peak_memory(read_table(run / "latency" / "memory.parquet")),
         "frontier": figures.frontier(final, latency),
+        "moved_frontier": figures.moved_frontier(final, latency),
+        "step_parts": figures.step_parts(latency),
     }
 
 

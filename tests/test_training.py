@@ -12,10 +12,11 @@ from kvlib import ResidualMap, RidgeAccumulator, prefill
 from kvlib.cache import Geometry
 from kvlib.divergence import path_divergence, text_reference
 from kvlib.maps.residual import WEIGHTS
+from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
 from kvlib.study.progress import Progress
 from kvlib.study.store import WindowStore
-from kvlib.training import HeadKL, forced_kl, kv_mse, train
+from kvlib.training import Frozen, HeadKL, forced_kl, kv_mse, train
 
 STEPS = 4
 
@@ -48,9 +49,8 @@ def test_the_loss_is_the_divergence_that_is_measured(models, store, residual, fe
     cache_map = random_residual(residual, features)
     cuts = [9, 17, 30]
     batch = store.batch([0, 3, 5], cuts, STEPS, with_target=False)
-    loss = forced_kl(
-        target, cache_map, batch, head_of(target), rotary_of(target) if cache_map.needs_rotary else None
-    )
+    frozen = Frozen.of(target, head_of(target), len(cuts) * STEPS)
+    loss = forced_kl(frozen, cache_map, batch, rotary_of(target) if cache_map.needs_rotary else None)
     each = []
     for row, cut in zip((0, 3, 5), cuts):
         window = store.windows[row : row + 1]
@@ -66,7 +66,7 @@ def test_the_heads_gradient_is_autograds():
     hidden, native = torch.randn(2, 7, 12, generator=generator)
     head = torch.randn(50, 12, generator=generator)
     ours, theirs = (hidden.clone().requires_grad_(True) for _ in range(2))
-    loss = HeadKL.apply(ours, native, head)
+    loss = HeadKL.apply(ours, native, FrozenMatrix(head, 7))
     p, q = ((t @ head.T).log_softmax(-1) for t in (native, theirs))
     wanted = (p.exp() * (p - q)).sum(-1).mean()
     loss.backward()

@@ -570,6 +570,46 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"latency"},
         "peak_extra_bytes: found 1, expected null",
     ),
+    "the time of another way": (
+        edit(f"latency/{SUMMARY}", set_at("modes", 1, "p50_ms", nudge)),
+        {"latency"},
+        "modes[1].p50_ms",
+    ),
+    "a way said to be left out": (
+        edit(
+            f"latency/{SUMMARY}", set_at("left_out", [{"path": "learned", "mode": "absorbed", "reason": "-"}])
+        ),
+        {"latency"},
+        "left_out",
+    ),
+    "a floor": (
+        edit(f"latency/{SUMMARY}", set_at("floor", 2, "weight_bytes", 1)),
+        {"latency"},
+        "floor[2].weight_bytes",
+    ),
+    "another bandwidth under the same floor": (
+        edit(f"latency/{SUMMARY}", set_at("memory_bandwidth_gb_s", nudge)),
+        {"latency"},
+        "floor[0].floor_ms",
+    ),
+    "a part of a step": (
+        edit(f"latency/{SUMMARY}", set_at("breakdown", 3, "ms", nudge)),
+        {"latency"},
+        "breakdown[3].ms",
+    ),
+    "a part of a step, hashed anew": (
+        both(edit_table("latency/breakdown.parquet", "ms", nudge, row=5), rehash("latency")),
+        {"latency"},
+        "breakdown.parquet, column ms",
+    ),
+    "a pipeline that was not measured": (
+        edit(
+            f"latency/{SUMMARY}",
+            set_at("pipeline", [{"prefix_tokens": 32, "path": "direct", "pipelined_p50_ms": 1.0}]),
+        ),
+        {"latency"},
+        "latency/summary.json, pipeline",
+    ),
     # notebooks
     "a notebook with an error": (
         edit_plainly(

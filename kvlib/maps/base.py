@@ -1,5 +1,6 @@
 """What every cache map offers, and how one is written to and read from safetensors."""
 
+import functools
 import hashlib
 import json
 import os
@@ -70,10 +71,17 @@ class CacheMap(ABC):
         return sum(t.numel() for t in self.tensors().values())
 
     def to(self, *args, **kwargs) -> "CacheMap":
-        """A copy with every tensor through `Tensor.to`."""
-        return type(self).restore(
-            self.settings(), {n: t.to(*args, **kwargs) for n, t in self.tensors().items()}
-        )
+        """A copy with every tensor through `Tensor.to`; itself where none of them changes."""
+        tensors = self.tensors()
+        moved = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
+        if all(moved[name] is tensor for name, tensor in tensors.items()):
+            return self
+        return type(self).restore(self.settings(), moved)
+
+    @functools.cached_property
+    def affines(self) -> "list[tuple[Affine, Affine]]":
+        """`affine` of every layer, composed once: attention applies them at every step."""
+        return [tuple(a.composed() for a in self.affine(layer)) for layer in range(self.geometry.layers)]
 
     def check_shapes(self) -> None:  # noqa: B027 - a map without tensors has nothing to check
         """Raises ValueError when a tensor or setting does not go with the others; for files from outside."""

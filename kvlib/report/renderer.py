@@ -98,6 +98,12 @@ def show_table(table: pd.DataFrame, caption: str) -> None:
     display(HTML(to_html(table) + _below(caption, None, "")))
 
 
+def show_tables(tables: dict[str, pd.DataFrame]) -> None:
+    """Display tables, each above its caption; nothing where there are none."""
+    for caption, table in tables.items():
+        show_table(table, caption)
+
+
 def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
     """Keep tables for other pages, each under its key."""
     for key, table in tables.items():

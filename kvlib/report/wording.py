@@ -123,3 +123,10 @@ def ratio(before: float | None, after: float | None) -> str:
 def join(parts: list[str], comma: str = ", ") -> str:
     """a, b and c."""
     return parts[0] if len(parts) == 1 else f"{comma.join(parts[:-1])} and {parts[-1]}" if parts else "none"
+
+
+def factor(value: float | None) -> str:
+    """A ratio within a sentence: 1.03 times."""
+    if value is None:
+        return UNKNOWN
+    return f"{value:,.0f} times" if value >= 1000 else f"{value:.3g} times"

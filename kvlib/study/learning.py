@@ -4,6 +4,7 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import pandas as pd
@@ -17,7 +18,7 @@ from kvlib.study.profile import Profile
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, read_table, write_json, write_table
 from kvlib.study.store import WindowStore
-from kvlib.training import train
+from kvlib.training import Frozen, train
 
 CURVE = ["arm", "seed", "step", "phase", "loss"]
 ENDS = ("finished", "not_finite")
@@ -78,6 +79,13 @@ class Trainer:
     key: str  # of everything but the arm and the seed
     articles: list[str]  # of each window
 
+    @cached_property
+    def frozen(self) -> Frozen:
+        """Weights as they multiply fastest: laid out once for all arms."""
+        settings = self.profile.training
+        prompts = settings.micro_batch or settings.prompts_per_step
+        return Frozen.of(self.target, self.head_weight, prompts * self.profile.prompt.forced_steps)
+
     def place(self, task: Task) -> Path:
         return task_folder(self.folder, self.key, task)
 
@@ -137,7 +145,7 @@ class Trainer:
         for step in train(
             self.target, initial, lambda number, warm: self.batch(task, number, warm), steps=settings.steps,
             warmup_steps=arm.warmup_steps, learning_rate=arm.learning_rate, head_weight=self.head_weight,
-            micro_batch=settings.micro_batch,
+            micro_batch=settings.micro_batch, frozen=self.frozen,
         ):  # fmt: skip
             if not math.isfinite(step.loss):
                 status, reason = (

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvlib.errors import KvlibError
+from kvlib.modes import WAYS
 from kvlib.study.yaml_files import describe_error, load_yaml, override
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -147,13 +148,17 @@ class Evaluation(Strict):
 
 
 class Latency(Strict):
-    """Counts are per length, in the order of `prefix_tokens`."""
+    """Counts are per length. modes: the learned map's other ways, timed beside the paths. breakdown: whether the shortest
+    and the longest step are taken apart. pipeline_repetitions: of the cold pipeline, none when empty."""
 
     prefix_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     warmups: list[Annotated[int, Field(ge=0)]]
     repetitions: list[Count]
     cold_repetitions: list[Annotated[int, Field(ge=0)]]
     memory: bool = True
+    modes: list[Literal[WAYS]] = ["materialised", "in_place", "background"]
+    breakdown: bool = True
+    pipeline_repetitions: list[Annotated[int, Field(ge=0)]] = []
 
 
 class Evidence(Strict):
@@ -223,6 +228,7 @@ class Profile(Strict):
         lists |= {
             "confirmation.seeds": self.confirmation.seeds,
             "evaluation.forcings": self.evaluation.forcings,
+            "latency.modes": self.latency.modes,
         }
         for name, values in lists.items():
             if len(set(values)) != len(values):
@@ -245,7 +251,8 @@ class Profile(Strict):
             raise ValueError(
                 f"latency.prefix_tokens is {lengths}, expected different lengths, shortest first"
             )
-        for name in ("warmups", "repetitions", "cold_repetitions"):
+        pipeline = ["pipeline_repetitions"] if self.latency.pipeline_repetitions else []
+        for name in ["warmups", "repetitions", "cold_repetitions", *pipeline]:
             if len(getattr(self.latency, name)) != len(lengths):
                 raise ValueError(
                     f"latency.{name} has {len(getattr(self.latency, name))} entries, expected {len(lengths)}, one for each of "

@@ -44,7 +44,7 @@ OUTPUTS = {
     "screening": ("curves.parquet", "validation.parquet", "grid.parquet"),
     "confirmation": ("manifest.json", "learned.safetensors", "ridge.safetensors", "validation.parquet"),
     "frozen_evaluation": ("prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl"),
-    "latency": ("raw.parquet", "memory.parquet"),
+    "latency": ("raw.parquet", "memory.parquet", "breakdown.parquet", "pipeline.parquet"),
     "evidence": (
         "lengths.parquet",
         "learning.parquet",

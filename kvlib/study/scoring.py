@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from kvlib.divergence import Divergence, path_divergence
+from kvlib.divergence import Divergence, native_logits, path_divergence
 from kvlib.maps import CacheMap
 from kvlib.study.statistics import describe, paired
 from kvlib.study.store import PromptStore
@@ -23,24 +23,33 @@ class Scorer:
             (prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)
         ]
 
-    def divergence(self, cache_map: CacheMap) -> Divergence:
-        """Over all prompts, (N, S)."""
-        parts = [
-            path_divergence(self.target, prefix, cache_map, reference, check=False)
-            for prefix, reference in self.batches
-        ]
-        return Divergence.cat(parts)
+    def divergences(self, maps: list[CacheMap]) -> list[Divergence]:
+        """Of each map over all prompts, (N, S); native's logits are computed once for all, one batch at a time."""
+        found: list[list[Divergence]] = [[] for _ in maps]
+        for prefix, reference in self.batches:
+            native = native_logits(self.target, reference)
+            for kept, cache_map in zip(found, maps):
+                kept.append(
+                    path_divergence(self.target, prefix, cache_map, reference, check=False, native=native)
+                )
+        return [Divergence.cat(kept) for kept in found]
 
     def table(self, cache_map: CacheMap) -> pd.DataFrame:
         """One row per prompt: prompt, kl32 (nats), top1 (share of steps)."""
-        found = self.divergence(cache_map)
-        return pd.DataFrame(
-            {
-                "prompt": range(len(found.kl)),
-                "kl32": found.kl.double().mean(-1).tolist(),
-                "top1": found.agree.double().mean(-1).tolist(),
-            }
-        )
+        return self.tables([cache_map])[0]
+
+    def tables(self, maps: list[CacheMap]) -> list[pd.DataFrame]:
+        """As `table`, of several maps."""
+        return [
+            pd.DataFrame(
+                {
+                    "prompt": range(len(found.kl)),
+                    "kl32": found.kl.double().mean(-1).tolist(),
+                    "top1": found.agree.double().mean(-1).tolist(),
+                }
+            )
+            for found in self.divergences(maps)
+        ]
 
 
 def against(table: pd.DataFrame, direct: pd.DataFrame, articles: list[str], seed: int) -> dict:

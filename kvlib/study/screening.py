@@ -2,6 +2,7 @@
 
 import math
 import time
+from pathlib import Path
 
 import pandas as pd
 import torch
@@ -145,10 +146,12 @@ def run_screening(run: Run) -> dict:
         started = run.add_time("screening", started)
 
     cells = {
-        (name, step, scale): scored_table(trainer, scorer, tasks[name], step, scale, progress, score_units)
+        (name, step, scale): table
         for name in selected_arms(records, settings)
         for step in settings.checkpoints
-        for scale in settings.scales
+        for scale, table in scored_tables(
+            trainer, scorer, tasks[name], step, settings.scales, progress, score_units
+        ).items()
     }
     found = summarise_screening(records, tables, cells, scorer.articles, settings, profile.seed)
     folder = run.stage("screening")
@@ -192,23 +195,45 @@ def scores_file(step: int, scale: float) -> str:
 
 def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, progress, units) -> pd.DataFrame:
     """The validation table of one checkpoint at one scale, from its record when there is one."""
-    path = trainer.place(task) / scores_file(step, scale)
-    if path.exists():
-        progress.skip(units)
-        found = read_record(path, "prompt", "kl32", "top1")
-        if found["prompt"] != list(range(scorer.prompts)) or not all(
-            _are_numbers(column, scorer.prompts) for column in found.values()
-        ):
-            raise KvlibError(
-                f"{path} is not of this stage's {scorer.prompts} prompts: delete it and run the stage again"
-            )
-        return pd.DataFrame(found)[
-            ["prompt", "kl32", "top1"]
-        ]  # as a fresh table has them, not as JSON sorts them
-    table = scorer.table(trainer.load(task, step).with_scale(scale))
-    write_json(path, {name: table[name].tolist() for name in table})
-    progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")
-    return table
+    return scored_tables(trainer, scorer, task, step, [scale], progress, units)[scale]
+
+
+def scored_tables(
+    trainer: Trainer,
+    scorer: Scorer,
+    task: Task,
+    step: int,
+    scales: list[float],
+    progress: Progress,
+    units: float,
+) -> dict[float, pd.DataFrame]:
+    """The validation tables of one checkpoint by scale, from their records where there are some; the others together."""
+    found = {scale: _recorded(trainer.place(task) / scores_file(step, scale), scorer) for scale in scales}
+    missing = [scale for scale in scales if found[scale] is None]
+    progress.skip((len(scales) - len(missing)) * units)
+    if missing:
+        checkpoint = trainer.load(task, step)
+        tables = scorer.tables([checkpoint.with_scale(scale) for scale in missing])
+        for scale, table in zip(missing, tables):
+            found[scale] = table
+            path = trainer.place(task) / scores_file(step, scale)
+            write_json(path, {name: table[name].tolist() for name in table})
+            progress.advance(units, f"scored {task.arm.id} at step {step}, scale {scale:g}")
+    return found
+
+
+def _recorded(path: Path, scorer: Scorer) -> pd.DataFrame | None:
+    if not path.exists():
+        return None
+    found = read_record(path, "prompt", "kl32", "top1")
+    if found["prompt"] != list(range(scorer.prompts)) or not all(
+        _are_numbers(column, scorer.prompts) for column in found.values()
+    ):
+        raise KvlibError(
+            f"{path} is not of this stage's {scorer.prompts} prompts: delete it and run the stage again"
+        )
+    # as a fresh table has them, not as JSON sorts them
+    return pd.DataFrame(found)[["prompt", "kl32", "top1"]]
 
 
 def _are_numbers(column, count: int) -> bool:

@@ -12,6 +12,7 @@ from kvlib.cache import Geometry, PrefixCache, prefill
 from kvlib.divergence import Reference, oracle_reference, text_reference
 from kvlib.errors import KvlibError
 from kvlib.maps import RidgeAccumulator, RidgeMap
+from kvlib.ragged import RaggedPrefix
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, read_tensors, write_json, write_tensors
 from kvlib.training import Batch
@@ -145,22 +146,21 @@ class WindowStore:
     ) -> Batch:
         """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced.
 
+        The caches are views of the files: nothing is read before it is used.
+
         source_of: the windows whose source caches are used instead of the chosen windows' own (a control).
         """
-        lengths = torch.tensor(cuts) - 1
-        longest = int(lengths.max())
-        valid = torch.arange(longest) < lengths[:, None]  # (B, T)
-        inputs = torch.stack([self.windows[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
-        hidden = torch.stack([self.hidden[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
-        source = self._cut(self.source, source_of or chosen, longest, valid)
-        target = self._cut(self.target, chosen, longest, valid) if with_target else source
-        self.release()
-        return Batch(source, target, inputs, hidden)
+        self.release()  # what the last batch read
+        inputs, hidden = (
+            torch.stack([of[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
+            for of in (self.windows, self.hidden)
+        )
+        source = self._cut(self.source, source_of or chosen, cuts)
+        return Batch(source, self._cut(self.target, chosen, cuts) if with_target else None, inputs, hidden)
 
     @staticmethod
-    def _cut(place: torch.Tensor, chosen: list[int], tokens: int, valid: torch.Tensor) -> PrefixCache:
-        rows = torch.stack([place[n, ..., :tokens, :] for n in chosen], 2)  # (L, 2, B, H, T, D)
-        return PrefixCache(list(rows[:, 0]), list(rows[:, 1]), valid)
+    def _cut(place: torch.Tensor, chosen: list[int], cuts: list[int]) -> RaggedPrefix:
+        return RaggedPrefix([place[n, ..., : cut - 1, :] for n, cut in zip(chosen, cuts)])
 
     def pair_of_caches(self, n: int) -> tuple[PrefixCache, PrefixCache]:
         """(source, target) cache of window n, each with one prompt."""

@@ -1,4 +1,4 @@
-"""The latency stage's measuring part: every length timed, every probe of memory taken, each once and kept."""
+"""The latency stage's measuring part: every length timed and broken down, every probe of memory taken, each once and kept."""
 
 import json
 import signal
@@ -6,42 +6,64 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import pandas as pd
 import torch
 
 import kvlib
+from kvlib.breakdown import breakdown
 from kvlib.errors import KvlibError
-from kvlib.latency import (
-    Round,
-    Sample,
-    TargetPath,
-    crossover,
-    measure,
-    percentiles,
-    schedule,
-    standard_paths,
-)
+from kvlib.latency import Round, Sample, TargetPath, measure, schedule, standard_paths
 from kvlib.maps import CacheMap
 from kvlib.memory import resident_bytes, run_probes
+from kvlib.modes import mode_paths
+from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, pipeline_rows
 from kvlib.study.profile import Latency
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_table, write_table
 
 PROBES_AT_A_TIME = 2  # memory is no timing
-ORDER = ("native", "direct", "direct_stock", "ridge", "learned")
+MODES_OF = "learned"  # the path whose other ways are timed too
+BROKEN_DOWN, BREAKDOWN_REPETITIONS = ("direct", "learned"), 3
 MEMORY_COLUMNS = ("prefix_tokens", "path", "peak_extra_bytes", "mode")
+BREAKDOWN_COLUMNS = ("prefix_tokens", "path", "part", "ms")
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Tables of all lengths, each field the name of a file in the stage's folder.
+
+    raw: one row per repetition, the fields of `kvlib.latency.Sample`. memory: `MEMORY_COLUMNS`. breakdown:
+    `BREAKDOWN_COLUMNS`. pipeline: `PIPELINE_COLUMNS`.
+    """
+
+    raw: pd.DataFrame
+    memory: pd.DataFrame
+    breakdown: pd.DataFrame
+    pipeline: pd.DataFrame
+
+
+def other_ways(config: Latency, maps: dict[str, CacheMap]) -> tuple[list[TargetPath], list[dict]]:
+    """(paths of the learned map's other ways that are timed, those left out and why)."""
+    return mode_paths(MODES_OF, maps[MODES_OF], config.modes)
+
+
+def broken_down(config: Latency) -> list[int]:
+    """The lengths whose step is broken down: the shortest and the longest."""
+    return sorted({config.prefix_tokens[0], config.prefix_tokens[-1]}) if config.breakdown else []
 
 
 def latency_units(config: Latency, maps: dict[str, CacheMap], prefixes: int) -> float:
     """What `measure_latency` will count on its `Progress` in all. prefixes: how many there are."""
-    paths, total = standard_paths(maps), 0.0
+    paths, modes = standard_paths(maps), other_ways(config, maps)[0]
+    total = sum(_breakdown_units(tokens) for tokens in broken_down(config))
     for index, tokens in enumerate(config.prefix_tokens):
-        total += _length_units(_rounds(config, index, paths, prefixes, seed=0), tokens)
+        total += _length_units(_rounds(config, index, paths, modes, prefixes, seed=0), tokens)
+        total += _pipeline_units(config, index)
         if config.memory:
-            total += sum(_probe_units(path.name, tokens) for path in paths)
+            total += sum(_probe_units(path.name, tokens) for path in [*paths, *modes])
     return total
 
 
@@ -58,7 +80,7 @@ def measure_latency(
     progress: Progress,
     target_folder: str | Path,
     map_files: dict[str, Path],
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+) -> Measured:
     """Time all paths at every length and probe their memory; what an earlier call with this key did is kept.
 
     Args:
@@ -66,8 +88,6 @@ def measure_latency(
         folder: where each length is kept as soon as it is measured, and each probe as soon as it is taken.
         key: stands for everything that the times depend on. progress: made for `latency_units`.
         target_folder, map_files: what the process that probes memory loads.
-
-    Returns: raw (one row per repetition: the fields of `kvlib.latency.Sample`) and memory (`MEMORY_COLUMNS`).
     """
     longest = max(config.prefix_tokens)
     if prefixes.ndim != 2 or len(prefixes) == 0 or prefixes.shape[1] < longest:
@@ -75,32 +95,91 @@ def measure_latency(
             f"prefixes {tuple(prefixes.shape)} given, expected (N, {longest} or more): give longer ones, or "
             "shorten latency.prefix_tokens"
         )
-    paths, tables = standard_paths(maps), []
+    paths, modes = standard_paths(maps), other_ways(config, maps)[0]
+    named = {path.name: path for path in paths}
+    raw, parts, pipelines = [], [], []
     for index, tokens in enumerate(config.prefix_tokens):
-        file = part_file(folder, key, f"{tokens:05d}")
-        rounds = _rounds(config, index, paths, len(prefixes), seed=f"{seed}/{tokens}")
+        file, parts_file = (part_file(folder, key, f"{name}{tokens:05d}") for name in ("", "breakdown-"))
+        rounds = _rounds(config, index, paths, modes, len(prefixes), seed=f"{seed}/{tokens}")
+        taken_apart = tokens in broken_down(config)
         if file.exists():
-            progress.skip(_length_units(rounds, tokens))
+            progress.skip(_length_units(rounds, tokens) + taken_apart * _breakdown_units(tokens))
         else:
-            samples = measure(target, source, rounds, prefixes[:, :tokens], _reporter(progress, tokens))
+
+            def take_apart(prompt, prefix, tokens=tokens, place=parts_file):
+                write_table(place, _break_down(target, named, prompt, prefix, tokens))
+                progress.advance(_breakdown_units(tokens), f"{tokens} tokens, where the time goes")
+
+            samples = measure(
+                target, source, rounds, prefixes[:, :tokens], _reporter(progress, tokens),
+                take_apart if taken_apart else None,
+            )  # fmt: skip
             columns = [field.name for field in fields(Sample)]
             write_table(file, pd.DataFrame([asdict(sample) for sample in samples], columns=columns))
-        tables.append(read_table(file))
-    memory_file = part_file(folder, key, "memory")
-    memory = _measure_memory(target, paths, config, memory_file, progress, target_folder, map_files)
-    return pd.concat(tables, ignore_index=True), memory
+        raw.append(read_table(file))
+        if taken_apart:
+            parts.append(read_table(parts_file))
+        if has_pipeline(config, index):
+            pipelines.append(
+                _pipeline(target, source, paths, prefixes, config, index, folder, key, seed, progress)
+            )
+    memory = _measure_memory(
+        target, [*paths, *modes], config, part_file(folder, key, "memory"), progress, target_folder, map_files
+    )
+    return Measured(
+        pd.concat(raw, ignore_index=True),
+        memory,
+        together(parts, BREAKDOWN_COLUMNS),
+        together(pipelines, PIPELINE_COLUMNS),
+    )
+
+
+def together(tables: list[pd.DataFrame], columns: tuple[str, ...]) -> pd.DataFrame:
+    """The tables one after the other; none of them: an empty table with these columns."""
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+
+
+def _break_down(target, named: dict[str, TargetPath], prompt, prefix, tokens: int) -> pd.DataFrame:
+    rows = [
+        {"prefix_tokens": tokens, "path": name, **part}
+        for name in BROKEN_DOWN
+        for part in breakdown(target, named[name], prompt, prefix, BREAKDOWN_REPETITIONS)
+    ]
+    return pd.DataFrame(rows, columns=BREAKDOWN_COLUMNS)
+
+
+def has_pipeline(config: Latency, index: int) -> bool:
+    """Whether the cold pipeline is measured at this length."""
+    return bool(config.pipeline_repetitions) and config.pipeline_repetitions[index] > 0
+
+
+def _pipeline(target, source, paths, prefixes, config, index, folder, key, seed, progress) -> pd.DataFrame:
+    tokens, repetitions = config.prefix_tokens[index], config.pipeline_repetitions[index]
+    file = part_file(folder, key, f"pipeline-{tokens:05d}")
+    if file.exists():
+        progress.skip(_pipeline_units(config, index))
+    else:
+        rows = pipeline_rows(target, source, paths, prefixes[:, :tokens], repetitions, f"{seed}/{tokens}")
+        write_table(file, pd.DataFrame(rows, columns=PIPELINE_COLUMNS))
+        progress.advance(_pipeline_units(config, index), f"{tokens} tokens, pipeline")
+    return read_table(file)
 
 
 def part_file(folder: Path, key: str, name: str) -> Path:
-    """Where a length (five digits), or the memory of all of them ("memory"), is kept as soon as it is measured."""
+    """Where a length (five digits, its breakdown and pipeline before them), or all memory, is kept once it is measured."""
     return Path(folder) / "parts" / f"{name}-{key[:16]}.parquet"
 
 
 def _rounds(
-    config: Latency, index: int, paths: list[TargetPath], prefixes: int, seed: int | str
+    config: Latency,
+    index: int,
+    paths: list[TargetPath],
+    modes: list[TargetPath],
+    prefixes: int,
+    seed: int | str,
 ) -> list[Round]:
     counts = {name: getattr(config, name)[index] for name in ("warmups", "repetitions", "cold_repetitions")}
-    return schedule(paths, prefixes, **counts, seed=seed)
+    return schedule(paths, prefixes, **counts, seed=seed, resident_only=modes)
 
 
 def _reporter(progress: Progress, tokens: int) -> Callable[[str, str], None]:
@@ -123,6 +202,17 @@ def _units(name: str, residency: str, tokens: int) -> float:
     if name == "native":
         return prefill
     return {"prefill": 0.8 * prefill, "resident": one_token, "cold": 0.8 * prefill + one_token}[residency]
+
+
+def _breakdown_units(tokens: int) -> float:
+    return len(BROKEN_DOWN) * (BREAKDOWN_REPETITIONS + 1) * 5 * _units("", "resident", tokens)
+
+
+def _pipeline_units(config: Latency, index: int) -> float:
+    if not has_pipeline(config, index):
+        return 0.0
+    tokens, runs = config.prefix_tokens[index], config.pipeline_repetitions[index] + 1
+    return len(PIPELINED) * runs * (2 * _units("", "cold", tokens) + _units("", "resident", tokens))
 
 
 def _probe_units(name: str, tokens: int) -> float:
@@ -206,51 +296,3 @@ def _lines(command: list[str]) -> Iterator[dict]:
                 f"measuring memory failed ({said}), expected a figure per path and length: run it again, or "
                 "set latency.memory to false"
             )
-
-
-def summarise(raw: pd.DataFrame, memory: pd.DataFrame) -> list[dict]:
-    """The "rows" of latency/summary.json, by length, resident before cold, then path.
-
-    native has `resident` rows only: it reads no source cache, so the same times stand against cold. `cold`
-    rows have no peak: that is measured above the state in which the source's cache is resident.
-    """
-    peaks = {(m["prefix_tokens"], m["path"]): m["peak_extra_bytes"] for m in memory.to_dict("records")}
-    rows = []
-    for (tokens, path, residency), group in raw.groupby(["prefix_tokens", "path", "residency"], sort=False):
-        p50_ms, p95_ms = percentiles(group["ms"])
-        peak = peaks.get((tokens, path)) if residency == "resident" else None
-        rows.append(
-            {
-                "prefix_tokens": int(tokens),
-                "path": path,
-                "residency": residency,
-                "p50_ms": p50_ms,
-                "p95_ms": p95_ms,
-                "handoff_p50_ms": percentiles(group["handoff_ms"])[0] if residency == "cold" else None,
-                "repetitions": len(group),
-                "peak_extra_bytes": None if pd.isna(peak) else int(peak),
-                "mode": group["mode"].iloc[0],
-            }
-        )
-    return sorted(rows, key=lambda r: (r["prefix_tokens"], r["residency"] == "cold", ORDER.index(r["path"])))
-
-
-def crossovers(rows: list[dict]) -> dict:
-    """The "crossover" of latency/summary.json: for each residency measured, tokens or None by path.
-
-    "below" beside them is true when learned is faster than native at every length, the shortest included.
-    """
-    native = {row["prefix_tokens"]: row["p50_ms"] for row in rows if row["path"] == "native"}
-    found = {}
-    for residency in dict.fromkeys(row["residency"] for row in rows):
-        times: dict[str, dict[int, float]] = {}
-        for row in rows:
-            if row["residency"] == residency and row["path"] != "native":
-                times.setdefault(row["path"], {})[row["prefix_tokens"]] = row["p50_ms"]
-        crossed = {}
-        for name, by_length in times.items():
-            lengths = sorted(by_length)
-            crossed[name] = crossover(lengths, [native[n] for n in lengths], [by_length[n] for n in lengths])
-        found[residency] = {name: tokens for name, (tokens, _) in crossed.items()}
-        found[residency]["below"] = "learned" in crossed and crossed["learned"][1]
-    return found

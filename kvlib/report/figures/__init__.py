@@ -3,6 +3,7 @@
 from kvlib.report.figures.final import kl_by_path, kl_by_step, paired_prompts, sorted_differences
 from kvlib.report.figures.front import frontier
 from kvlib.report.figures.latency import peak_memory, time_to_first_token
+from kvlib.report.figures.speed import moved_frontier, step_parts
 from kvlib.report.figures.training import confirmation, curves, grid, residual_error, slices
 from kvlib.report.figures.trust import controls
 
@@ -14,10 +15,12 @@ __all__ = [
     "grid",
     "kl_by_path",
     "kl_by_step",
+    "moved_frontier",
     "paired_prompts",
     "peak_memory",
     "residual_error",
     "slices",
     "sorted_differences",
+    "step_parts",
     "time_to_first_token",
 ]

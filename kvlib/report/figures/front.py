@@ -47,27 +47,8 @@ def frontier(final: dict, latency: dict) -> go.Figure:
             hovertemplate=f"<b>{style.label}</b>, %{{customdata[1]}}<br>first token after %{{x:,.1f}} ms<br>"
             "KL32 %{y:.4f} nats<br>top-1 %{customdata[0]:.1%}<extra></extra>",
         )
-    figure.update_layout(
-        sliders=[
-            {
-                "active": len(lengths) - 1,
-                "currentvalue": {"prefix": "prefix: ", "suffix": " tokens", "font": {"size": 14}},
-                "pad": {"t": 58, "b": 4},
-                "len": 1,
-                "x": 0,
-                "bgcolor": "rgba(127,133,142,0.25)",
-                "bordercolor": "rgba(127,133,142,0.6)",
-                "steps": [
-                    {
-                        "label": f"{length:,}",
-                        "method": "restyle",
-                        "args": [{"x": [[ms] for ms in points[length]]}],
-                    }
-                    for length in lengths
-                ],
-            }
-        ]
-    )
+    steps = {length: [[ms] for ms in points[length]] for length in lengths}
+    figure.update_layout(sliders=[length_slider(steps)])
     known = [ms for row in points.values() for ms in row if ms]
     found = [quality["paths"][path]["kl32"] for path, _ in series]
     highest = max((kl["mean"] or 0) + (kl["se"] or 0) for kl in found)
@@ -82,3 +63,20 @@ def frontier(final: dict, latency: dict) -> go.Figure:
     figure.update_xaxes(**log_axis(known, pad=0.15))
     figure.update_yaxes(range=[-0.06 * highest, 1.12 * highest])
     return figure
+
+
+def length_slider(steps: dict[int, list[list]]) -> dict:
+    """A slider over prefix lengths, the last one chosen. steps: length -> the x values of each trace."""
+    return {
+        "active": len(steps) - 1,
+        "currentvalue": {"prefix": "prefix: ", "suffix": " tokens", "font": {"size": 14}},
+        "pad": {"t": 58, "b": 4},
+        "len": 1,
+        "x": 0,
+        "bgcolor": "rgba(127,133,142,0.25)",
+        "bordercolor": "rgba(127,133,142,0.6)",
+        "steps": [
+            {"label": f"{length:,}", "method": "restyle", "args": [{"x": values}]}
+            for length, values in steps.items()
+        ],
+    }

@@ -5,6 +5,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
+from kvlib.report.wording import bytes_text
 
 RESIDENCY = {
     "resident": "source cache resident",
@@ -54,6 +55,8 @@ def time_to_first_token(summary: dict) -> go.Figure:
                 row=number,
                 col=1,
             )
+        if kind == "resident":
+            _add_floor(figure, summary, number)
         tokens = (summary["crossover"].get(kind) or {}).get("learned")
         if tokens:
             figure.add_vline(
@@ -63,9 +66,29 @@ def time_to_first_token(summary: dict) -> go.Figure:
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{t:,}" for t in lengths])
     figure.update_xaxes(title_text="prefix (tokens)", row=len(kinds), col=1)
     shown = pd.concat([rows.p50_ms, pd.to_numeric(rows.p95_ms)]).dropna().tolist()
+    shown += [row["floor_ms"] for row in summary["floor"]]
     figure.update_yaxes(**log_axis(shown), title_text="TTFT (ms)")
     title = "Time to first token (ms, p50) against prefix length (tokens), logarithmic axes"
     return finish(figure, title, height=160 + 350 * len(kinds), legend_px=46)
+
+
+def _add_floor(figure: go.Figure, summary: dict, row: int) -> None:
+    """What one step must read over the memory bandwidth: no path of one step can be faster."""
+    floor = pd.DataFrame(
+        summary["floor"], columns=["prefix_tokens", "weight_bytes", "cache_bytes", "floor_ms"]
+    )
+    figure.add_scatter(
+        x=floor.prefix_tokens,
+        y=floor.floor_ms,
+        mode="lines",
+        name="memory floor of one step",
+        line={"color": NEUTRAL, "dash": "longdash", "width": 1.5},
+        customdata=[bytes_text(v) for v in floor.weight_bytes + floor.cache_bytes],
+        hovertemplate="<b>memory floor</b><br>%{x:,} tokens: %{y:,.2f} ms<br>%{customdata} to be read"
+        "<extra></extra>",
+        row=row,
+        col=1,
+    )
 
 
 def _p95(value: float) -> str:

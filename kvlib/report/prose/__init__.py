@@ -12,6 +12,7 @@ from kvlib.report.prose.results import (
     step_facts,
     times,
 )
+from kvlib.report.prose.speed import speed_facts
 from kvlib.report.prose.trust import trust_facts
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "paired_tests",
     "paired_verdict",
     "screening_facts",
+    "speed_facts",
     "step_facts",
     "times",
     "trust_facts",

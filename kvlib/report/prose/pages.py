@@ -1,7 +1,9 @@
 """Sentences that hand-written pages ask for: the front page and the colophon."""
 
 from kvlib.report.prose.results import latency_facts, paired_verdict, times
-from kvlib.report.summaries import headline
+from kvlib.report.prose.speed import price_sentence
+from kvlib.report.speed import read_targets
+from kvlib.report.summaries import headline, prefix_lengths
 from kvlib.report.wording import count, duration
 
 
@@ -16,13 +18,17 @@ def front_facts(records: dict[str, dict], prefix_tokens: int) -> dict[str, str]:
         "prompts": count(quality["paths"]["native"]["prompts"]),
         "prefix": f"{prefix_tokens}",
         "fidelity": paired_verdict("learned", quality["paired"]["learned-direct"]),
-        "time": f"{times_said['resident_verdict']} Direct reuse takes {times_said['direct_resident']}: the better fidelity "
-        "has its price, and the chart shows both.",
+        "time": f"{times_said['resident_verdict']} {price_sentence(latency, prefix_lengths(latency)[-1], _limit())}",
         "cold": f"Counting the source's own prefill too: {times_said['learned_cold']} "
         f"({times_said['cold_longest']}), which {times_said['cold_ratio']}.",
         "learned_mode": times_said["learned_mode"],
         "corpus": f"{pair['corpus']['source'].rstrip('.')} (licence: {pair['corpus']['licence']})",
     }
+
+
+def _limit() -> float:
+    """Up to which ratio to direct reuse's time the learned correction is said to cost nothing."""
+    return next(entry["at_least"] for entry in read_targets() if entry["id"] == "learned_direct")
 
 
 def _source_name(pair: dict) -> str:

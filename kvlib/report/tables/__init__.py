@@ -14,6 +14,7 @@ from kvlib.report.tables.making import (
     read_layers,
 )
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
+from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
 from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "decision",
     "durations",
     "first_step",
+    "floor",
     "frontier",
     "gate",
     "gates",
@@ -36,18 +38,24 @@ __all__ = [
     "headline",
     "latency",
     "layers",
+    "left_out",
     "ledger",
     "machine",
     "memory",
     "models",
+    "modes",
+    "moved_frontier",
     "noise",
     "paired",
     "partitions",
     "paths",
+    "pipeline",
     "prompts",
     "read_layers",
     "seeds",
+    "step_parts",
     "steps",
+    "targets",
     "to_html",
     "unfold",
     "worst",

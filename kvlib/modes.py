@@ -1,0 +1,40 @@
+"""The same map into the target by every other way than the one that a handoff chooses, as paths to be timed."""
+
+from kvlib.compiled import why_not_compiled
+from kvlib.latency import TargetPath
+from kvlib.maps import CacheMap
+
+WAYS = ("materialised", "in_place", "absorbed", "background", "compiled")
+AFFINE_ONLY = ("absorbed", "background")
+MARK = "@"
+
+
+def mode_paths(
+    name: str, cache_map: CacheMap, ways: list[str] | tuple[str, ...]
+) -> tuple[list[TargetPath], list[dict]]:
+    """A path NAME@WAY for each of `ways` that the map can take, and what was left out.
+
+    Args:
+        ways: of `WAYS`: "materialised" writes a corrected second cache, as the study's figures imply; "compiled" is in
+            place, by a pass that torch.compile made: its first run, which compiles, should be a warm-up.
+
+    Returns: (paths, left out: {"path", "mode", "reason"} each).
+    """
+    obstacles = dict.fromkeys(AFFINE_ONLY, cache_map.why_not_affine) | {
+        "compiled": why_not_compiled(cache_map)
+    }
+    paths, left_out = [], []
+    for way in ways:
+        compiled = way == "compiled"
+        if obstacles.get(way):
+            left_out.append({"path": name, "mode": way, "reason": obstacles[way]})
+        else:
+            mode = "in_place" if compiled else way
+            paths.append(TargetPath(f"{name}{MARK}{way}", "handoff", cache_map, mode, compiled))
+    return paths, left_out
+
+
+def split_name(path: str) -> tuple[str, str]:
+    """("learned", "in_place") of "learned@in_place"; the second is empty for a path without a mark."""
+    name, _, way = path.partition(MARK)
+    return name, way
