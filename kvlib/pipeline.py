@@ -190,9 +190,14 @@ def cold_handoff(
     if way == "auto":
         kind = next(source.parameters()).device.type
         way = "pipelined" if kind == "cuda" and mode != "materialised" else "serial"
-        reason = (
-            f"the faster one on {kind}" if mode != "materialised" else "materialised copies a whole cache"
-        )
+        if mode == "materialised":
+            reason = "materialised copies a whole cache"
+        elif way == "pipelined":
+            reason = "on cuda the source has a stream of its own beside the target's"
+        elif kind == "cpu":
+            reason = "on cpu source and target would compete for the same cores"
+        else:
+            reason = f"there is no pipeline on {kind}"
     if way == "pipelined":
         ready = pipelined(source, target, input_ids, cache_map, mode, chunk_tokens=chunk_tokens, check=check)
     else:
