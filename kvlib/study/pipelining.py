@@ -2,7 +2,7 @@
 
 import torch
 
-from kvlib.errors import KvlibError
+from kvlib import cold
 from kvlib.latency import TargetPath
 
 PIPELINED = ("direct", "learned")
@@ -11,6 +11,7 @@ PIPELINE_COLUMNS = (
     "path",
     "source_prefill_p50_ms",
     "serial_p50_ms",
+    "serial_handoff_p50_ms",
     "pipelined_p50_ms",
     "resident_p50_ms",
     "repetitions",
@@ -21,6 +22,12 @@ def pipeline_rows(
     target, source, paths: list[TargetPath], prompts: torch.Tensor, repetitions: int, seed: int | str
 ) -> list[dict]:
     """`PIPELINE_COLUMNS` for each of `PIPELINED`, at the length of `prompts` (N, T)."""
-    raise KvlibError(
-        "latency.pipeline_repetitions given, expected none: this kvlib has no pipeline yet, so leave the list empty"
-    )
+    raw = [
+        row
+        for path in paths
+        if path.name in PIPELINED
+        for row in cold.measure_pipeline(
+            target, source, path.cache_map, prompts, repetitions, seed, path=path.name, mode=path.mode
+        )
+    ]
+    return cold.pipeline_rows(raw)
