@@ -8,7 +8,7 @@ import torch
 
 from kvlib.cache import Geometry, check_prompt, prefill
 from kvlib.guards import check_held_back
-from kvlib.latency import FirstToken, TargetPath, _clock, _time_cold, _time_resident
+from kvlib.latency import FirstToken, TargetPath, _time_cold, _time_resident, clock
 from kvlib.maps import CacheMap
 from kvlib.pipeline import pipelined
 
@@ -76,7 +76,7 @@ def _time(way: str, target, source, path: TargetPath, prompt, resident):
         return _time_resident(target, path, prompt, resident)
     if way == "serial":
         return _time_cold(target, source, path, prompt)
-    with _clock(prompt.device) as read:
+    with clock(prompt.device) as read:
         with pipelined(source, target, prompt, path.cache_map, path.mode, check=False) as active:
             logits = active.logits(prompt[:, -1:], last=True)
         result = FirstToken(int(logits[0, -1].argmax()), active.mode, active.cache)

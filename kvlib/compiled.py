@@ -25,10 +25,8 @@ SAMPLE_TOKENS = (
 
 def no_compiler(device: torch.device) -> str | None:
     """None when torch.compile has what it needs to make code for this device, else the reason in a few words."""
-    if device.type == "cpu":
-        found = shutil.which(os.environ.get("CXX") or "g++")
-    else:
-        found = importlib.util.find_spec("triton")
+    cpu = device.type == "cpu"
+    found = shutil.which(os.environ.get("CXX") or "g++") if cpu else importlib.util.find_spec("triton")
     return None if found else NO_COMPILER
 
 

@@ -175,7 +175,7 @@ def cold_handoff(
     chunk_tokens: int | None = None,
     check: bool = True,
 ) -> Handoff:
-    """From a prompt to a handoff, the source's prefill included, the way that is faster on the device.
+    """From a prompt to a handoff, the source's prefill included, by the way that suits the device.
 
     Args: as for `pipelined`, and
         way: "serial" prefills here and hands over on entering; "pipelined" is `pipelined`. "auto" is pipelined on CUDA
@@ -190,9 +190,14 @@ def cold_handoff(
     if way == "auto":
         kind = next(source.parameters()).device.type
         way = "pipelined" if kind == "cuda" and mode != "materialised" else "serial"
-        reason = (
-            f"the faster one on {kind}" if mode != "materialised" else "materialised copies a whole cache"
-        )
+        if mode == "materialised":
+            reason = "materialised copies a whole cache"
+        elif way == "pipelined":
+            reason = "on cuda the source has a stream of its own beside the target's"
+        elif kind == "cpu":
+            reason = "on cpu source and target would compete for the same cores"
+        else:
+            reason = f"there is no pipeline on {kind}"
     if way == "pipelined":
         ready = pipelined(source, target, input_ids, cache_map, mode, chunk_tokens=chunk_tokens, check=check)
     else:
