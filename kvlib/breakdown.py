@@ -8,6 +8,7 @@ the same path's time without it. Scopes and hooks exist only while this function
 
 import contextlib
 import functools
+import os
 
 import torch
 from torch.autograd import DeviceType
@@ -64,7 +65,7 @@ def breakdown(
 def _profiled(target, path, prompt, prefix) -> dict[str, float]:
     cuda = prompt.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities) as profiler, clock(prompt.device) as read:
+    with _quiet_profiler(), profile(activities=activities) as profiler, clock(prompt.device) as read:
         with record_function(STEP):
             first_token(target, path, prompt, prefix)
         wall_ms = read()
@@ -74,6 +75,19 @@ def _profiled(target, path, prompt, prefix) -> dict[str, float]:
         if part is not None:
             parts[part] += (event.self_device_time_total if cuda else event.self_cpu_time_total) / 1e3
     return parts | {PYTHON: wall_ms - sum(parts.values())}
+
+
+@contextlib.contextmanager
+def _quiet_profiler():
+    """Without the two lines that the profiler's own library writes to the terminal for each profile."""
+    name = "KINETO_LOG_LEVEL"
+    before = os.environ.get(name)
+    os.environ[name] = before or "99"  # above every level that it has
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
 
 
 def _part(event) -> str | None:

@@ -109,7 +109,7 @@ show(
 # timed in the same rounds as the paths above. *Written out* makes a second, corrected cache first. *In place* corrects
 # the cache that was handed over, without a second one. *Background*, where it was asked for, starts absorbed and
 # folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. *Compiled*,
-# where it was asked for, is in place by a pass that torch's compiler made; compiling itself falls into a warm-up.
+# where it was asked for and a compiler was there, is in place by a pass that torch's compiler made before any clock ran.
 #
 # {glue:text}`ways` {glue:text}`left_out`
 

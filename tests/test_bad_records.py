@@ -56,7 +56,9 @@ FILES = [
     *(f"frozen_evaluation/{file}"
       for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet",
                    "prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl")),
-    *(f"latency/{file}" for file in ("parts/[0-9]*.parquet", "raw.parquet", "memory.parquet")),
+    *(f"latency/{file}"
+      for file in ("parts/[0-9]*.parquet", "parts/breakdown-*.parquet", "parts/pipeline-*.parquet", "raw.parquet",
+                   "memory.parquet", "breakdown.parquet", "pipeline.parquet")),
 ]  # fmt: skip
 MAKESHIFT = [".stage.lock"]
 

@@ -242,7 +242,7 @@ def test_fewer_windows_are_the_first_of_the_same_ones(run, monkeypatch):
         small.batch([2, 0], [20, 30], 8, with_target=True),
         store.batch([2, 0], [20, 30], 8, with_target=True),
     )
-    assert all(torch.equal(a, b) for a, b in zip(ours.source.keys, theirs.source.keys))
+    assert all(torch.equal(a, b) for a, b in zip(ours.source.rows, theirs.source.rows))
     assert torch.equal(ours.hidden, theirs.hidden)
     direct = [
         k.double().pow(2).mean((0, 2, 3)).sqrt() for k in (store.source[:3, layer, 0] for layer in range(3))

@@ -1,5 +1,6 @@
 """Time to first token: shuffled but complete rounds, resumed measuring, memory in processes of its own."""
 
+import copy
 import json
 import random
 import subprocess
@@ -261,7 +262,7 @@ def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None
     places = {"target_folder": folder / "target", "map_files": map_files or {}}
     result = timing.measure_latency(
         target,
-        target,
+        copy.deepcopy(target),
         maps,
         modes,
         tokens(3, length),

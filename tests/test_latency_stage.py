@@ -9,6 +9,7 @@ from tiny import tiny_llama
 from kvlib import KvlibError, save_map
 from kvlib import memory as probing
 from kvlib.breakdown import PARTS
+from kvlib.compiled import NO_COMPILER, no_compiler
 from kvlib.floor import cache_bytes, floor_ms, step_bytes
 from kvlib.geometry import Geometry
 from kvlib.memory import resident_bytes
@@ -205,4 +206,23 @@ def test_a_probe_of_a_way_that_does_not_exist_is_refused():
 def test_progress_counts_everything_that_is_measured(tmp_path):
     config = latency_config(modes=["in_place"], breakdown=True)
     run_stage(tmp_path, config)  # asserts that all units were counted
-    assert other_ways(config, maps_for(tiny_llama()))[1] == []
+    assert other_ways(config, maps_for(tiny_llama()), None)[1] == []
+
+
+def test_without_a_compiler_the_compiled_way_is_left_out_and_says_so():
+    config, maps = latency_config(modes=["in_place", "compiled"]), maps_for(tiny_llama())
+    paths, left_out = other_ways(config, maps, NO_COMPILER)
+    assert [path.name for path in paths] == ["learned@in_place"]
+    assert left_out == [{"path": "learned", "mode": "compiled", "reason": NO_COMPILER}]
+    compiled = other_ways(config, maps, None)[0]
+    assert [path.name for path in timing.probed(compiled)] == [
+        "learned@in_place"
+    ]  # no memory of a compiler at work
+
+
+def test_a_compiler_is_looked_for_before_it_is_needed(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    assert no_compiler(torch.device("cpu")) == NO_COMPILER
+    (tmp_path / "none").write_text("#!/bin/sh\n")
+    (tmp_path / "none").chmod(0o755)
+    assert no_compiler(torch.device("cpu")) is None

@@ -22,6 +22,7 @@ SMALLER = {
     "latency.warmups": [1],
     "latency.repetitions": [1],
     "latency.cold_repetitions": [1],
+    "latency.pipeline_repetitions": [1],
     "training.steps": 40,
     "screening.checkpoints": [40],
     "screening.warmup_steps": 5,

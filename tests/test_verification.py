@@ -154,7 +154,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     # files
     "a byte more": (
         lambda folder: append_byte(folder / CONFIRM / "learned.safetensors"),
-        {"files", "manifest", "confirmation", "frozen maps", "final evaluation", "evidence"},
+        {"files", "manifest", "confirmation", "frozen maps", "final evaluation", "latency", "evidence"},
         "learned.safetensors",
     ),
     "a hash": (

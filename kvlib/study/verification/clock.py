@@ -12,7 +12,7 @@ from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry
 from kvlib.maps import load_map
 from kvlib.modes import MARK
-from kvlib.study.latency import MAPS, parts_key
+from kvlib.study.latency import parts_key
 from kvlib.study.latency_tables import ORDER, crossovers, floor_rows, mode_rows, summarise
 from kvlib.study.models import place_of
 from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, WAYS, pipeline_medians
@@ -41,8 +41,7 @@ def check_latency(records: Records, check: Check) -> None:
     raw, memory, parts, pipeline = (
         records.table(STAGE, f"{name}.parquet") for name in ("raw", "memory", "breakdown", "pipeline")
     )
-    files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
-    maps = {name: load_map(file, pair=records.pair) for name, file in files.items()}
+    maps = {MODES_OF: load_map(run.stage("confirmation") / f"{MODES_OF}.safetensors", pair=records.pair)}
     # whether a compiler was there is the recording machine's, not this one's
     without = None if (raw["path"] == f"{MODES_OF}{MARK}compiled").any() else NO_COMPILER
     modes, left_out = other_ways(config, maps, without)
