@@ -2,7 +2,7 @@
 
     python benchmarks/train.py                     # random weights in the shapes of the laptop pair
     python benchmarks/train.py --run results/laptop
-    python benchmarks/train.py --tiny --json FILE
+    python benchmarks/train.py --tiny --out FILE
 
 Per phase (warm-up, KL) and kind of arm. `step_ms` is one whole step of `kvlib.training.train`, windows read and weights
 updated. `plain_ms` is the same step in torch's own products over one padded batch. All three are timed in the same
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> dict:
     where.add_argument(
         "--tiny", action="store_true", help="random models of a few thousand weights: a test, no figure"
     )
-    parser.add_argument("--json", type=Path, help="where to write the table as JSON")
+    parser.add_argument("--out", type=Path, help="where the table is written as JSON")
     given = parser.parse_args(arguments)
     dtype, size = training_dtype("auto"), TINY if given.tiny else FULL
     if given.run:
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> dict:
         ).fill(source, target, Progress("benchmark", size.windows), 1)
         rows = measure(target, head, store, size)
     facts = {"dtype": str(dtype).removeprefix("torch."), "prompts": PROMPTS, "forced_steps": size.forced}
-    return write_table(given.json, "train", rows, machine=machine("cpu", tiny=given.tiny), **facts)
+    return write_table(given.out, "train", rows, machine=machine("cpu", tiny=given.tiny), **facts)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "train.py"
 def test_the_tiny_benchmark_writes_a_row_per_phase_and_kind_of_arm(tmp_path):
     path = tmp_path / "train.json"
     done = subprocess.run(
-        [sys.executable, SCRIPT, "--tiny", "--json", path], capture_output=True, text=True, timeout=600
+        [sys.executable, SCRIPT, "--tiny", "--out", path], capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
