@@ -12,8 +12,9 @@ import torch
 
 
 def has_onednn() -> bool:
-    """Whether this build of torch has the kernel (x86 builds do)."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether this build of torch has its kernels (x86 builds do)."""
+    found = all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
+    return torch.backends.mkldnn.is_available() and found
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,8 @@ import contextlib
 import torch
 from torch import nn
 
+from kvlib.linear import has_onednn
+
 
 class FrozenMatrix:
     """A weight (O, I) that does not change: `times` for x Wᵀ, `back` for y W.
@@ -42,7 +44,7 @@ class FrozenMatrix:
 
 
 def _suits(weight: torch.Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not has_onednn():
         return False
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return half or weight.dtype == torch.float32

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_maps import fitted_ridge, random_cache, random_residual
 from tiny import refused, tiny_llama, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlib import DirectMap, handoff, prefill, products
 from kvlib.compiled import add_residual, why_not_compiled
@@ -207,3 +208,31 @@ def test_a_cut_of_a_longer_cache_is_corrected_in_place_without_a_copy():
     cache_map.apply_(cut)
     for ours, theirs in zip(whole.keys, copy.keys):
         assert torch.allclose(ours[:, :, :301], theirs, atol=1e-5)
+
+
+class Watch(TorchDispatchMode):
+    """Every tensor that is made and is no view of one that was there before."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.known, self.made = {t.untyped_storage().data_ptr() for t in known}, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.made.append((str(func), tensor.numel(), tensor.dtype))
+        return out
+
+
+@pytest.mark.parametrize("cache_map", [DirectMap(), *AFFINE], ids=["direct", "ridge", "linear", "both"])
+def test_one_token_copies_no_layer_of_the_cache_and_builds_no_mask(cache_map):
+    model, ids = tiny_llama(), tokens(1, 500)
+    prefix = prefill(model, ids[:, :-1])
+    layer = prefix.keys[0].numel()
+    watch = Watch([*model.parameters(), *prefix.keys, *prefix.values])
+    with torch.no_grad(), handoff(model, prefix, cache_map, "absorbed", check=False) as active, watch:
+        active.logits(ids[:, -1:], last=True)
+    assert len(watch.made) > 50  # it has seen the step
+    assert [entry for entry in watch.made if entry[1] >= layer] == []
+    assert [entry for entry in watch.made if entry[2] == torch.bool and entry[1] >= 499] == []
