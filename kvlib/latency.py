@@ -150,6 +150,7 @@ def schedule(
     cold_repetitions: int,
     seed: int | str,
     resident_only: Sequence[TargetPath] = (),
+    native_repetitions: int | None = None,
 ) -> list[Round]:
     """Rounds in which every path appears once, in an order drawn anew each time.
 
@@ -160,13 +161,19 @@ def schedule(
             two parts has run by then.
         repetitions: of each path, resident. cold_repetitions: of each handoff, evenly over the rounds.
         resident_only: more paths, in the same rounds, for which no source is read again.
+        native_repetitions: of native prefill, evenly over the rounds: where it takes a thousand times as long as a
+            handoff, the handoffs' medians need not rest on as few. None: as many as the others.
     """
-    draw, number = random.Random(seed), max(repetitions, cold_repetitions)
+    native_repetitions = repetitions if native_repetitions is None else native_repetitions
+    draw, number = random.Random(seed), max(repetitions, cold_repetitions, native_repetitions)
     handoffs = [path for path in paths if path.way == "handoff"]
     paths = [*paths, *resident_only]
+    native = [path for path in paths if path.way == "prefill"]
+    others = [path for path in paths if path.way != "prefill"]
     rounds = [Round(0, [(path, "resident", None) for path in paths]) for _ in range(warmups)]
     rounds += [Round(n * min(prompts, number) // number, []) for n in range(number)]
-    for residency, group, count in (("resident", paths, repetitions), ("cold", handoffs, cold_repetitions)):
+    groups = ("resident", others, repetitions), ("resident", native, native_repetitions)
+    for residency, group, count in (*groups, ("cold", handoffs, cold_repetitions)):
         for i in range(count):
             rounds[warmups + i * number // count].clocks.extend((path, residency, i) for path in group)
     for one in rounds:

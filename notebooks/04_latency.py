@@ -20,6 +20,7 @@ results = "results"  # where the runs live
 prefix_tokens = None  # type: list[int] prefix lengths, shortest first
 warmups = None  # type: list[int] uncounted repetitions per length
 repetitions = None  # type: list[int] counted repetitions per length, source cache resident
+native_repetitions = None  # type: list[int] counted repetitions per length of native prefill; [] for as many as the others
 cold_repetitions = None  # type: list[int] counted repetitions per length, the source's prefill included
 memory = None  # type: bool whether peak memory is measured too
 modes = None  # type: list[str] the learned map's other ways that are timed: materialised, in_place, absorbed, background, compiled
@@ -40,6 +41,7 @@ overrides = {
     "latency.prefix_tokens": prefix_tokens,
     "latency.warmups": warmups,
     "latency.repetitions": repetitions,
+    "latency.native_repetitions": native_repetitions,
     "latency.cold_repetitions": cold_repetitions,
     "latency.memory": memory,
     "latency.modes": modes,
@@ -59,7 +61,8 @@ peaks = read_table(study.folder / "latency" / "memory.parquet")
 # %% [markdown]
 # Measured on {glue:text}`device` in {glue:text}`dtype`, with {glue:text}`threads` threads; the memory moves
 # {glue:text}`bandwidth`. Paths are interleaved in random order, and real text fills the prefixes. Counted
-# repetitions with a resident cache, by prefix length: {glue:text}`repetitions`; cold: {glue:text}`cold_repetitions`.
+# repetitions with a resident cache, by prefix length: {glue:text}`repetitions`; of native prefill:
+# {glue:text}`native_repetitions`; cold: {glue:text}`cold_repetitions`.
 # Where they are few, read the medians as rough: every repetition is in the raw records. A 95th percentile is given
 # only where there are enough repetitions for one.
 #

@@ -88,6 +88,19 @@ def test_the_same_seed_draws_the_same_order():
     assert random.getstate() == state
 
 
+def test_native_can_be_timed_less_often_than_the_handoffs():
+    rounds = rounds_for({}, warmups=1, repetitions=6, cold_repetitions=0, native_repetitions=2)
+    timed = [(path.name, i) for one in rounds for path, _, i in one.clocks if i is not None]
+    assert [i for name, i in timed if name == "native"] == [0, 1]
+    assert [i for name, i in timed if name == "direct"] == [*range(6)]
+    places = [
+        n
+        for n, one in enumerate(rounds)
+        if any(p.name == "native" for p, _, i in one.clocks if i is not None)
+    ]
+    assert places == [1, 4]  # one warm-up, then evenly over six rounds
+
+
 @pytest.mark.parametrize("repetitions, cold_repetitions", [(6, 3), (3, 2), (2, 3), (1, 0), (20, 10)])
 def test_repetitions_rotate_over_the_prefixes_and_hold_one_cache_at_a_time(repetitions, cold_repetitions):
     rounds = rounds_for({}, warmups=1, repetitions=repetitions, cold_repetitions=cold_repetitions)

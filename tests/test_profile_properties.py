@@ -81,7 +81,7 @@ KNOWN = {
     "ridge_penalty",
     "modes",
     "breakdown",
-    "pipeline_repetitions",
+    "native_repetitions", "pipeline_repetitions",
     "spread",
     "memory",
     "dtype",

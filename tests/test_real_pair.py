@@ -21,6 +21,7 @@ SMALLER = {
     "latency.prefix_tokens": [128],
     "latency.warmups": [1],
     "latency.repetitions": [1],
+    "latency.native_repetitions": [1],
     "latency.cold_repetitions": [1],
     "latency.pipeline_repetitions": [1],
     "training.steps": 40,

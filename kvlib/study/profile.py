@@ -149,11 +149,13 @@ class Evaluation(Strict):
 
 class Latency(Strict):
     """Counts are per length. modes: the learned map's other ways, timed beside the paths. breakdown: whether the shortest
-    and the longest step are taken apart. pipeline_repetitions: of the cold pipeline, none when empty."""
+    and the longest step are taken apart. native_repetitions: of native prefill, as `repetitions` when empty.
+    pipeline_repetitions: of the cold pipeline, none when empty."""
 
     prefix_tokens: Annotated[list[Annotated[int, Field(ge=2)]], Field(min_length=1)]
     warmups: list[Annotated[int, Field(ge=0)]]
     repetitions: list[Count]
+    native_repetitions: list[Count] = []
     cold_repetitions: list[Annotated[int, Field(ge=0)]]
     memory: bool = True
     modes: list[Literal[WAYS]] = ["materialised", "in_place", "background"]
@@ -251,8 +253,8 @@ class Profile(Strict):
             raise ValueError(
                 f"latency.prefix_tokens is {lengths}, expected different lengths, shortest first"
             )
-        pipeline = ["pipeline_repetitions"] if self.latency.pipeline_repetitions else []
-        for name in ["warmups", "repetitions", "cold_repetitions", *pipeline]:
+        optional = [n for n in ("native_repetitions", "pipeline_repetitions") if getattr(self.latency, n)]
+        for name in ["warmups", "repetitions", "cold_repetitions", *optional]:
             if len(getattr(self.latency, name)) != len(lengths):
                 raise ValueError(
                     f"latency.{name} has {len(getattr(self.latency, name))} entries, expected {len(lengths)}, one for each of "

@@ -57,6 +57,11 @@ def probed(paths: list[TargetPath]) -> list[TargetPath]:
     return [path for path in paths if not path.compiled]
 
 
+def native_repetitions(config: Latency) -> list[int]:
+    """How often native prefill is timed at each length."""
+    return config.native_repetitions or config.repetitions
+
+
 def broken_down(config: Latency) -> list[int]:
     """The lengths whose step is broken down: the shortest and the longest."""
     return sorted({config.prefix_tokens[0], config.prefix_tokens[-1]}) if config.breakdown else []
@@ -195,6 +200,7 @@ def _rounds(
     seed: int | str,
 ) -> list[Round]:
     counts = {name: getattr(config, name)[index] for name in ("warmups", "repetitions", "cold_repetitions")}
+    counts["native_repetitions"] = native_repetitions(config)[index]
     return schedule(paths, prefixes, **counts, seed=seed, resident_only=modes)
 
 

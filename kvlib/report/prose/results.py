@@ -113,11 +113,15 @@ def latency_facts(latency: dict) -> dict[str, str]:
             t: [
                 r["repetitions"]
                 for r in latency["rows"]
-                if r["prefix_tokens"] == t and r["residency"] == kind
+                if r["prefix_tokens"] == t and r["residency"] == kind and r["path"] != "native"
             ]
             for t in lengths
         }
         for kind in ("resident", "cold")
+    }
+    native_repeats = {
+        t: [r["repetitions"] for r in latency["rows"] if r["prefix_tokens"] == t and r["path"] == "native"]
+        for t in lengths
     }
     facts = {
         "device": str(latency["device"]),
@@ -128,6 +132,7 @@ def latency_facts(latency: dict) -> dict[str, str]:
         "shortest": f"{shortest:,}",
         "lengths": count(len(lengths)),
         "repetitions": _counts(repeats["resident"]),
+        "native_repetitions": _counts(native_repeats),
         "cold_repetitions": _counts(repeats["cold"]),
         "cold_longest": plural(max(repeats["cold"][longest], default=0), "repetition"),
         "native_longest": milliseconds(native),

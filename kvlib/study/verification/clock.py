@@ -22,6 +22,7 @@ from kvlib.study.timing import (
     MODES_OF,
     broken_down,
     has_pipeline,
+    native_repetitions,
     other_ways,
     part_file,
     probed,
@@ -66,6 +67,7 @@ def check_latency(records: Records, check: Check) -> None:
         counts = raw.groupby(["prefix_tokens", "path", "residency"]).size()
         for (tokens, path, residency), count in counts.items():
             wanted = config.repetitions if residency == "resident" else config.cold_repetitions
+            wanted = native_repetitions(config) if path == "native" else wanted
             where = f"latency/raw.parquet, repetitions of {path}, {residency}, over {tokens} tokens"
             check.same(where, int(count), wanted[config.prefix_tokens.index(tokens)])
         check.same("latency/raw.parquet, paths", sorted({*raw["path"]}), sorted(paths))
