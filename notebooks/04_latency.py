@@ -89,9 +89,9 @@ show(
 # ## The frontier again
 #
 # The study finds a trade-off: its correction brings the target closer to native, and the first token comes later
-# than with direct reuse. The price is that of writing a corrected cache before the step, not of the correction.
+# than with direct reuse. Its figures look like the price of writing a corrected cache before the step; the correction itself has none.
 # The chart therefore has the learned map twice, at one and the same fidelity: written out into a second cache, which
-# is the study's way, and as it is handed over here.
+# is what the study's figures suggest, and as it is handed over here.
 #
 # {glue:text}`moved` {glue:text}`stock` {glue:text}`native_ratio`
 
@@ -128,7 +128,7 @@ show_table(
 #
 # One step of direct reuse and of the learned correction, taken apart by torch's profiler. An operator's own time goes to
 # the part that it runs in; “Python and launching” is what is left of the wall clock: Python, the launching of operators,
-# and the profiler's own work. Nothing is rescaled, and the parts add up to the profiled step.
+# and part of the profiler's own work, which also slows operators. Nothing is rescaled; the parts add up to the profiled step.
 #
 # {glue:text}`parts` {glue:text}`profiler`
 
@@ -175,7 +175,9 @@ show(
 # ## Cold, in a pipeline
 #
 # Where the source has yet to read the prompt, its prefill is most of the time. The target need not wait for the
-# source's last layer: in the pipeline each layer's cache is handed over as soon as it is there.
+# source's last layer: in a pipeline each layer's cache is handed over as soon as it is there. That is worth it where source
+# and target do not share cores; on a processor a cold handoff runs one after the other unless a pipeline is asked for,
+# as it was here.
 #
 # {glue:text}`pipeline`
 

@@ -120,7 +120,7 @@ def peak_memory(memory: pd.DataFrame) -> go.Figure:
             name=style.label,
             line=style.line(),
             marker=style.marker(),
-            hovertemplate=f"<b>{style.label}</b><br>%{{x:,}} tokens: %{{y:,.1f}} MiB<extra></extra>",
+            hovertemplate=f"<b>{style.label}</b><br>%{{x:,}} tokens: %{{y:,.3~r}} MiB<extra></extra>",
         )
     if not memory.peak_extra_bytes.notna().any():
         figure.add_annotation(
@@ -128,7 +128,8 @@ def peak_memory(memory: pd.DataFrame) -> go.Figure:
         )
     lengths = sorted(memory.prefix_tokens.unique().tolist())
     figure.update_xaxes(type="log", tickvals=lengths, ticktext=[f"{t:,}" for t in lengths])
-    figure.update_yaxes(type="log")
+    shown = (pd.to_numeric(memory.peak_extra_bytes).dropna() / 2**20).tolist()
+    figure.update_yaxes(**(log_axis(shown) if shown and min(shown) > 0 else {"type": "log"}))
     return finish(
         figure,
         "Peak extra memory (MiB) against prefix length (tokens), logarithmic axes",

@@ -8,7 +8,7 @@ from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
 from kvlib.report.speed import mode_of, parts_of, row_of
 from kvlib.report.summaries import headline, prefix_lengths
 
-WRITTEN = "learned, written out (the study's way)"
+WRITTEN = "learned, written out"
 # One hue for what is alike; a pattern tells two parts of one hue apart.
 PART_STYLES = {
     WEIGHTS: (PATHS["direct"].colour, ""),
@@ -65,7 +65,7 @@ def moved_frontier(final: dict, latency: dict) -> go.Figure:
         name="the same fidelity, moved",
         line=learned.line(1.5, dash="dot"),
         marker={
-            "symbol": "arrow", "angleref": "previous", "size": [0, 13], "color": learned.colour, "standoff": 9,
+            "symbol": "arrow", "angleref": "previous", "size": [0, 13], "color": learned.colour,
         },
         hoverinfo="skip",
     )  # fmt: skip

@@ -155,25 +155,39 @@ def latency_facts(latency: dict) -> dict[str, str]:
         )
         facts[f"{kind}_ratio"] = ratio(native, learned)
         facts[f"{kind}_crossover"] = _crossover(latency, kind, shortest)
-    learned, direct = (times_ms.get((path, "resident")) for path in ("learned", "direct"))
-    facts["overhead"] = _overhead(learned, direct, longest)
+    by_length = {t: median_times(latency, t) for t in lengths}
+    facts["overhead"] = _overhead(
+        {
+            t: [found.get((path, "resident")) for path in ("learned", "direct")]
+            for t, found in by_length.items()
+        }
+    )
     facts["learned_mode"] = _learned_mode(latency)
     return facts
 
 
-def _overhead(learned: float | None, direct: float | None, tokens: int) -> str:
-    """What the correction takes on top of direct reuse; by chance its median can also be the lower one."""
-    if learned is None or direct is None:
+def _overhead(times_ms: dict[int, list[float | None]]) -> str:
+    """What the correction takes on top of direct reuse, over the lengths; times_ms: (learned, direct) by length."""
+    extra = [
+        learned - direct
+        for learned, direct in times_ms.values()
+        if learned is not None and direct is not None
+    ]
+    if not extra:
         return "This run has no pair of times to tell the correction's own cost."
-    if learned < direct:
+    low, high = min(extra), max(extra)
+    if high <= 0:
         return (
-            f"At {tokens:,} tokens the correction takes no more time than direct reuse in the same attention code: its median is "
-            f"{milliseconds(direct - learned)} lower."
+            "The correction takes no more time than direct reuse in the same attention code, at any length."
         )
-    return (
-        "On top of direct reuse in the same attention code the correction takes "
-        f"{milliseconds(learned - direct)} at {tokens:,} tokens."
-    )
+    if low == high:
+        return f"On top of direct reuse in the same attention code the correction takes {milliseconds(high)}."
+    if low < 0:
+        return (
+            f"On top of direct reuse in the same attention code the correction takes up to {milliseconds(high)}, by length; at some its "
+            f"median is the lower one, by up to {milliseconds(-low)}."
+        )
+    return f"On top of direct reuse in the same attention code the correction takes {milliseconds(low)} to {milliseconds(high)}, by length."
 
 
 def _counts(repeats: dict[int, list[int]]) -> str:

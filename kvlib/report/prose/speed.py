@@ -1,6 +1,6 @@
 """Sentences of the latency chapter about what the correction costs: the moved point, its ways, the floor, the limits."""
 
-from kvlib.breakdown import MAP
+from kvlib.breakdown import MAP, PYTHON
 from kvlib.report.palette import path_label
 from kvlib.report.speed import (
     Target,
@@ -25,6 +25,7 @@ from kvlib.report.wording import (
     plural,
 )
 
+SAME = 0.05  # peaks that are closer than this share are the same: memory comes in pages
 UNMOVED = "The learned map was not written out in this run, so the point that the study calls a trade-off is not in the chart."
 
 
@@ -70,7 +71,7 @@ def moved_sentence(final: dict, latency: dict, tokens: int, limit: float) -> str
         f"At {tokens:,} tokens the learned correction, with its KL32 of {number(kl)} nats, gives the first token after "
         f"{milliseconds(written['p50_ms'])} when it is written out into a second cache, which is {factor(share(written, direct))} "
         f"direct reuse's {milliseconds(direct['p50_ms'])}; {how}, as it is handed over, it takes "
-        f"{milliseconds(learned['p50_ms'])}, {factor(ratio)} direct reuse."
+        f"{milliseconds(learned['p50_ms'])}, {factor(ratio)} direct reuse{_over_all(latency, 'learned_direct')}."
     )
     if ratio <= limit:
         return f"{text} The point that the study calls a trade-off has moved: the same fidelity, at direct's latency."
@@ -82,11 +83,22 @@ def moved_sentence(final: dict, latency: dict, tokens: int, limit: float) -> str
     return f"{text} Here the point has not moved: the way that is handed over is no faster than writing out."
 
 
+def _over_all(latency: dict, name: str) -> str:
+    """The range of a ratio over all lengths that were measured, in brackets."""
+    found = [r for r in (ratio_at(latency, name, t) for t in prefix_lengths(latency)) if r is not None]
+    return f" ({min(found):.2f} to {max(found):.2f} over all lengths)" if len(found) > 1 else ""
+
+
 def _against(latency: dict, name: str, tokens: int, what: str) -> str:
-    ratio = ratio_at(latency, name, tokens)
-    if ratio is None:
+    if ratio_at(latency, name, tokens) is None:
         return f"This run has no times to set against {what}."
-    return f"Against {what} the learned correction takes {factor(ratio)} the time."
+    ratios = {t: ratio_at(latency, name, t) for t in prefix_lengths(latency)}
+    slower = [f"{t:,}" for t, ratio in ratios.items() if ratio is not None and ratio > 1]
+    text = (
+        f"Against {what} the learned correction takes {factor(ratios[tokens])} the time at {tokens:,} tokens"
+        f"{_over_all(latency, name)}"
+    )
+    return f"{text}; at {join(slower)} tokens it is the slower one." if slower else f"{text}."
 
 
 def native_sentence(latency: dict, tokens: int) -> str:
@@ -105,9 +117,13 @@ def memory_sentence(latency: dict, tokens: int) -> str:
     )
     if direct is None or native is None:
         return "Peak memory was not measured for these paths in this run."
+    apart = abs(learned["peak_extra_bytes"] - row_of(latency, tokens, "direct")["peak_extra_bytes"])
+    against = f"{factor(direct)} what direct reuse needs"
+    if abs(direct - 1) < SAME:
+        against = f"as direct reuse does, to within {bytes_text(apart)}"
     text = (
-        f"At {tokens:,} tokens the learned handoff needs {bytes_text(learned['peak_extra_bytes'])} at its peak, {factor(direct)} "
-        f"what direct reuse needs and {factor(native)} what native prefill needs."
+        f"At {tokens:,} tokens the learned handoff needs {bytes_text(learned['peak_extra_bytes'])} at its peak, {against}, and "
+        f"{percent(native)} of what native prefill needs. At short prefixes all of it is a few hundred KiB, where pages of memory show."
     )
     if written is None or written["peak_extra_bytes"] is None:
         return text
@@ -156,30 +172,40 @@ def parts_sentence(latency: dict) -> str:
 
 
 def profiler_sentence(latency: dict) -> str:
-    """What the profiler adds: the profiled step against the same path's median without it."""
+    """What the profiler adds: the profiled step and its operators against the same path's median without it."""
     said = []
     for tokens, path in dict.fromkeys((r["prefix_tokens"], r["path"]) for r in latency["breakdown"]):
-        whole, timed = sum(parts_of(latency, tokens, path).values()), row_of(latency, tokens, path)
+        parts, timed = parts_of(latency, tokens, path), row_of(latency, tokens, path)
+        operators = sum(ms for part, ms in parts.items() if part != PYTHON)
         said.append(
-            f"{milliseconds(whole)} instead of {milliseconds(timed['p50_ms'])} ({path_label(path)}, {tokens:,} tokens)"
+            f"{milliseconds(sum(parts.values()))}, {milliseconds(operators)} of it in operators, instead of "
+            f"{milliseconds(timed['p50_ms'])} ({path_label(path)}, {tokens:,} tokens)"
         )
     if not said:
         return "Without a profiled step there is no overhead of a profiler to state."
-    return f"A step under the profiler is longer than one that is only timed: {join(said)}."
+    return (
+        f"A step under the profiler is longer than one that is only timed, and not by Python's part alone: {'; '.join(said)}. "
+        "Read the parts as rough shares."
+    )
 
 
 def pipeline_sentence(latency: dict) -> str:
-    rows = [row for row in latency["pipeline"] if row["path"] == "learned"]
+    rows = sorted(
+        (r for r in latency["pipeline"] if r["path"] == "learned"), key=lambda r: r["prefix_tokens"]
+    )
     if not rows:
         return "The pipeline was not measured in this run."
-    row = max(rows, key=lambda r: r["prefix_tokens"])
-    saved = row["serial_p50_ms"] - row["pipelined_p50_ms"]
-    verb = "saves" if saved > 0 else "costs"
+    said, beside = [], []
+    for row in rows:
+        saved = 1 - row["pipelined_p50_ms"] / row["serial_p50_ms"]
+        verb = "saves" if saved > 0 else "costs"
+        said.append(
+            f"{verb} {percent(abs(saved))} at {row['prefix_tokens']:,} tokens ({plural(row['repetitions'], 'repetition')})"
+        )
+        beside.append(f"{row['serial_handoff_p50_ms'] / row['resident_p50_ms']:.2f}")
     return (
-        f"At {row['prefix_tokens']:,} tokens ({plural(row['repetitions'], 'repetition')}) the learned path's cold first token comes after "
-        f"{milliseconds(row['serial_p50_ms'])} one after the other and after {milliseconds(row['pipelined_p50_ms'])} in a pipeline: it "
-        f"{verb} {milliseconds(abs(saved))}, {percent(abs(saved) / row['serial_p50_ms'])} of the whole; the source's prefill alone "
-        f"takes {milliseconds(row['source_prefill_p50_ms'])}."
+        f"Against one after the other, the pipeline {join(said, '; ')}. One after the other, what comes after the source's prefill takes, at "
+        f"these lengths, {join(beside)} times the resident handoff when the two are timed side by side."
     )
 
 
@@ -187,10 +213,13 @@ def reached_sentence(targets: list[Target]) -> str:
     known = [one for one in targets if one.met is not None]
     if not known:
         return "None of the figures was measured in this run."
-    met, missed = sum(one.met for one in known), [one.what for one in known if not one.met]
+    met, missed = (
+        sum(one.met for one in known),
+        [f"{one.what} ({one.value:.3g} at {one.tokens:,} tokens)" for one in known if not one.met],
+    )
     text = f"Of the figures that were to be reached this run measures {count(len(known))}, and {of(met, len(known))} "
     text += f"{'is' if met == 1 else 'are'} met"
-    text += f"; not met: {join(missed, '; ')}." if missed else "."
+    text += f"; not met: {'; '.join(missed)}." if missed else "."
     aimed = [one for one in known if one.aim is not None]
     return (
         f"{text} The aim is reached by {of(sum(bool(one.aimed) for one in aimed), len(aimed))} that have one."

@@ -88,6 +88,7 @@ def latency(summary: dict) -> pd.DataFrame:
             "path": path_label(r["path"]),
             "p50 (ms)": r["p50_ms"],
             "p95 (ms)": r["p95_ms"],
+            "after the source's prefill (ms, p50)": r["handoff_p50_ms"],
             "repetitions": r["repetitions"],
             "mode": r["mode"].replace("_", " "),
         }
