@@ -90,8 +90,8 @@ show(
 #
 # The study finds a trade-off: its correction brings the target closer to native, and the first token comes later
 # than with direct reuse. Its figures look like the price of writing a corrected cache before the step, which the
-# correction itself does not need. The chart therefore has the learned map twice, at one and the same fidelity: written out into a second cache, which
-# is what the study's figures suggest, and as it is handed over here.
+# correction itself does not need. The chart therefore has the learned map twice, at one and the same fidelity:
+# written out into a second cache, which is what the study's figures suggest, and as it is handed over here.
 #
 # {glue:text}`moved` {glue:text}`stock` {glue:text}`native_ratio`
 
