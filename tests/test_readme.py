@@ -11,7 +11,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-COPIED = ("kvlib", "notebooks", "book", "benchmarks", "data", "_config.yml", "jupytext.toml", "requirements.lock")
+COPIED = (
+    "kvlib",
+    "notebooks",
+    "book",
+    "benchmarks",
+    "data",
+    "_config.yml",
+    "jupytext.toml",
+    "requirements.lock",
+)
 TESTED = re.findall(r"<!-- test -->\n```(bash|python)\n(.*?)```", README, re.S)
 
 
