@@ -7,6 +7,7 @@ does neither. Same products, same precision, another order of summation.
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -37,24 +38,30 @@ def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-@contextlib.contextmanager
-def fast_linears(model):
-    """Within the block, the model's `nn.Linear` layers go through `linear`; every one is as before afterwards.
+def plain_linears(model) -> list[torch.nn.Linear]:
+    """The model's `nn.Linear` layers that multiply as torch does: not those of other classes (quantised, adapted), nor
+    those whose forward is somebody else's already."""
+    return [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
 
-    Nothing is copied or packed. Layers of other classes (quantised, adapted), and those whose forward is somebody
-    else's already, are left alone.
-    """
-    changed = []
+
+@contextlib.contextmanager
+def replaced(forwards: dict[torch.nn.Module, Callable]):
+    """Within the block each of these modules has another forward; afterwards its own."""
     try:
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and "forward" not in vars(module):
-                # Into the instance's dict: nn.Module's own __setattr__ looks through its registries each time.
-                vars(module)["forward"] = functools.partial(_forward, module)
-                changed.append(module)
+        for module, forward in forwards.items():
+            # Into the instance's dict: nn.Module's own __setattr__ looks through its registries each time.
+            vars(module)["forward"] = forward
         yield
     finally:
-        for module in changed:
+        for module in forwards:
             vars(module).pop("forward", None)
+
+
+@contextlib.contextmanager
+def fast_linears(model):
+    """Within the block, the model's `plain_linears` go through `linear`. Nothing is copied or packed."""
+    with replaced({module: functools.partial(_forward, module) for module in plain_linears(model)}):
+        yield
 
 
 def _forward(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:

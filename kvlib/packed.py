@@ -4,12 +4,10 @@ Autograd's own product is as good on other devices. On a CPU, oneDNN multiplies 
 by itself, and fastest by weights that it has laid out itself, for the forward product and for the gradient.
 """
 
-import contextlib
-
 import torch
 from torch import nn
 
-from kvlib.linear import has_onednn
+from kvlib.linear import has_onednn, plain_linears, replaced
 
 
 class FrozenMatrix:
@@ -73,20 +71,13 @@ class FrozenLinears:
     def __init__(self, model, rows: int):
         self.layers = {
             module: FrozenMatrix(module.weight, rows)
-            for module in model.base_model.modules()
-            if type(module) is nn.Linear and "forward" not in module.__dict__ and _suits(module.weight)
+            for module in plain_linears(model.base_model)
+            if _suits(module.weight)
         }
 
-    @contextlib.contextmanager
     def within(self):
-        """Within the block the model's body multiplies through oneDNN; afterwards as before."""
-        for module, matrix in self.layers.items():
-            module.forward = _forward(matrix, module.bias)
-        try:
-            yield
-        finally:
-            for module in self.layers:
-                module.__dict__.pop("forward", None)
+        """A context manager: within it the model's body multiplies through oneDNN; afterwards as before."""
+        return replaced({module: _forward(matrix, module.bias) for module, matrix in self.layers.items()})
 
 
 def _forward(matrix: FrozenMatrix, bias):
