@@ -18,6 +18,20 @@ def compute_dtype(model) -> torch.dtype:
     return torch.float32 if weight.device.type == "cpu" and weight.dtype != torch.float64 else weight.dtype
 
 
+@contextlib.contextmanager
+def attention_of(model, attention):
+    """Within the block `model` attends by this function of transformers' attention interface; yields its name there."""
+    name = f"kvlib-{uuid.uuid4().hex}"
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield name
+    finally:
+        model.config._attn_implementation = before
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+
+
 def attach(model, cache, maps, valid, before=None):
     """Give `model` an attention function of its own that reads the prefix of `cache` through `maps`.
 
@@ -30,7 +44,6 @@ def attach(model, cache, maps, valid, before=None):
     Returns: a function that takes it away again; its `calls` counts how often the model came by, its `name` is
     the attention's.
     """
-    name = f"kvlib-handoff-{uuid.uuid4().hex}"
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         if before is not None:
@@ -44,16 +57,12 @@ def attach(model, cache, maps, valid, before=None):
         )
         return out.transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    used_before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    linears = contextlib.ExitStack()
-    linears.enter_context(fast_linears(model))
+    changes = contextlib.ExitStack()
+    name = changes.enter_context(attention_of(model, attention))
+    changes.enter_context(fast_linears(model))
 
     def restore():
-        linears.close()
-        model.config._attn_implementation = used_before
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+        changes.close()
 
     restore.calls, restore.name = 0, name
     return restore

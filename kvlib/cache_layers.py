@@ -10,15 +10,32 @@ from transformers.cache_utils import CacheLayerMixin
 from kvlib.errors import KvlibError
 
 
-class HandoffLayer(CacheLayerMixin):
+class _Layer(CacheLayerMixin):
+    """What both have in common: every position is kept, there is no limit, and nothing to set up at the first update."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        pass
+
+    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
+        # transformers before 5.20 passes the query's positions, later ones its length
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.get_seq_length() + new, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
+
+
+class HandoffLayer(_Layer):
     """One layer's prefix, left where it is, and the target's own new positions beside it.
 
     `update` returns the new positions only: the attention function reads the prefix from here, so one more token
     never copies the prefix.
     """
-
-    is_sliding = False
-    is_croppable = False
 
     def __init__(self, prefix_keys: torch.Tensor, prefix_values: torch.Tensor):
         super().__init__()
@@ -27,9 +44,6 @@ class HandoffLayer(CacheLayerMixin):
         self.keys = prefix_keys[:, :, :0]
         self.values = prefix_values[:, :, :0]
         self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if self.keys.shape[2] == 0:
@@ -42,16 +56,6 @@ class HandoffLayer(CacheLayerMixin):
     def get_seq_length(self, *args) -> int:
         return self.prefix_keys.shape[2] + self.keys.shape[2]
 
-    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
-        # transformers before 5.20 passes the query's positions, later ones its length
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.get_seq_length() + new, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.20
-
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.prefix_keys = self.prefix_keys.index_select(0, beam_idx)
         self.prefix_values = self.prefix_values.index_select(0, beam_idx)
@@ -62,7 +66,7 @@ class CacheIsFull(Exception):
     """Every layer has what this pass was for: the last layer's attention and all that follows would be thrown away."""
 
 
-class FilledLayer(CacheLayerMixin):
+class FilledLayer(_Layer):
     """One layer's keys and values for `tokens` positions, made once and written chunk by chunk.
 
     Args:
@@ -70,17 +74,11 @@ class FilledLayer(CacheLayerMixin):
         after: called after each update; what it raises ends the model's pass.
     """
 
-    is_sliding = False
-    is_croppable = False
-
     def __init__(self, tokens: int, keys=None, values=None, after: Callable[[], None] = lambda: None):
         super().__init__()
         self.tokens, self.after, self.seen = tokens, after, 0
         self.whole_keys, self.whole_values = keys, values
         self.is_initialized = True  # not by `lazy_initialization`, which some callers skip
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        pass
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         if self.whole_keys is None:
@@ -103,16 +101,6 @@ class FilledLayer(CacheLayerMixin):
 
     def get_seq_length(self, *args) -> int:
         return self.seen
-
-    def get_mask_sizes(self, query_length, *args) -> tuple[int, int]:
-        # transformers before 5.20 passes the query's positions, later ones its length
-        new = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.seen + new, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # the name before transformers 5.20
 
 
 def filled_cache(

@@ -18,9 +18,8 @@ from kvlib.errors import KvlibError
 from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
 
 NO_COMPILER = "torch.compile has no compiler here: a C++ compiler for a processor, Triton for a GPU"
-SAMPLE_TOKENS = (
-    4096  # compiled on so many positions: from a small sample the compiler concludes that one core will do
-)
+# Compiled on so many positions: from a small sample the compiler concludes that one core will do.
+SAMPLE_TOKENS = 4096
 
 
 def no_compiler(device: torch.device) -> str | None:
@@ -72,6 +71,12 @@ def _compiled() -> Callable:
     return torch.compile(add_residual)
 
 
+@functools.cache
+def _ready() -> set:
+    """What the process has compiled for already: a sample is run once, and not on the clock of every handoff."""
+    return set()
+
+
 def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callable, float]:
     """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
 
@@ -96,20 +101,21 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
             arguments = (x, rows, squares, right, turned, turned_right, cos, sin)
             (run or _compiled())(*arguments, cache_map.features == "rms")
 
+    like = prefix.keys[0]
+    kind = (cache_map.residual, cache_map.features, cache_map.rank, cache_map.key_left.dtype)
+    kind = (*kind, like.dtype, like.device, like.shape[0], like.shape[1], like.shape[3])
+
+    def any_length(*arguments):
+        for tensor in arguments[0], *arguments[6:8]:
+            if tensor is not None and tensor.shape[2] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 2)
+        _compiled()(*arguments)
+
     try:
-        like = prefix.keys[0]
-        sample = [
-            like.new_zeros(like.shape[0], like.shape[1], min(SAMPLE_TOKENS, like.shape[2]), like.shape[3])
-            for _ in range(2)
-        ]
-
-        def any_length(*arguments):
-            for tensor in arguments[0], *arguments[6:8]:
-                if tensor is not None and tensor.shape[2] > 1:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 2)
-            _compiled()(*arguments)
-
-        correct_(0, *sample, run=any_length)
+        if (_compiled(), kind) not in _ready():
+            size = (like.shape[0], like.shape[1], min(SAMPLE_TOKENS, like.shape[2]), like.shape[3])
+            correct_(0, like.new_zeros(size), like.new_zeros(size), run=any_length)
+            _ready().add((_compiled(), kind))
     except Exception as error:  # whatever is missing, torch raises as something of its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KvlibError(

@@ -4,13 +4,11 @@ The same attention as `kvlib.attention`, differentiable by hand: every prompt's 
 frozen prefix gets no gradient, and the backward pass finds the probabilities and nothing else kept.
 """
 
-import contextlib
-import uuid
 from dataclasses import dataclass
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvlib.attaching import attention_of
 from kvlib.attention import IDENTITY, Affine
 from kvlib.cache import PrefixCache
 
@@ -217,24 +215,15 @@ class _Ragged(torch.autograd.Function):
         return *found.values(), None, None, None
 
 
-@contextlib.contextmanager
 def reading(model, layer_prefix):
-    """Within the block the model's attention reads a ragged prefix.
+    """A context manager: within it the model's attention reads a ragged prefix.
 
     layer_prefix: layer index -> (packed keys, packed values, lengths, key map, value map), called when a layer is reached.
     """
-    name = f"kvlib-ragged-{uuid.uuid4().hex}"
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         keys, values, lengths, *maps = layer_prefix(module.layer_idx)
         out = ragged_attention(query, keys, values, lengths, key, value, scaling, *maps)
         return out.transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
+    return attention_of(model, attention)

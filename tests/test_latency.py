@@ -267,6 +267,19 @@ def latency_config(**changes) -> Latency:
     return Latency.model_validate({**settings, **changes})
 
 
+def wide_target(folder):
+    """A model of next to no weights with a wide cache, saved, so that its 8 MiB stand out from all else."""
+    target = tiny_llama(
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=1024,
+    )
+    target.save_pretrained(folder)
+    return target
+
+
 def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None, length=30):
     target = target or tiny_llama()
     maps = maps or maps_for(target)
@@ -344,14 +357,7 @@ def test_peak_memory_sees_what_is_held_and_what_is_gone():
 
 def test_memory_is_probed_in_processes_of_their_own(tmp_path, monkeypatch):
     """A wide cache on a thin model, so that its 8 MiB stand out from all else."""
-    target = tiny_llama(
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        max_position_embeddings=1024,
-    )
-    target.save_pretrained(tmp_path / "target")
+    target = wide_target(tmp_path / "target")
     maps, files = (
         maps_for(target, "linear"),
         {name: tmp_path / f"{name}.safetensors" for name in ("ridge", "learned")},

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import torch
-from test_latency import latency_config, maps_for, run_stage
+from test_latency import latency_config, maps_for, run_stage, wide_target
 from tiny import tiny_llama
 
 from kvlib import KvlibError, save_map
@@ -165,14 +165,7 @@ def test_the_pipeline_is_asked_for_where_it_has_repetitions(tmp_path, monkeypatc
 
 def test_memory_is_probed_for_other_ways_too(tmp_path):
     """The probe's own process learns a way from the path's name; a second cache shows in its peak."""
-    target = tiny_llama(
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        max_position_embeddings=1024,
-    )
-    target.save_pretrained(tmp_path / "target")
+    target = wide_target(tmp_path / "target")
     maps = maps_for(target, "linear")
     files = {name: tmp_path / f"{name}.safetensors" for name in maps}
     for name, cache_map in maps.items():

@@ -4,10 +4,8 @@ import math
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
-from kvlib.errors import KvlibError
-from kvlib.report.summaries import headline, median_times, prefix_lengths
+from kvlib.report.summaries import headline, median_times, prefix_lengths, read_shipped
 from kvlib.report.wording import join
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published.yaml"
@@ -15,12 +13,7 @@ DOWN, UP, NEITHER = "lower", "higher", ""
 
 
 def read_published(path: Path = PUBLISHED) -> dict:
-    try:
-        return yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise KvlibError(
-            f"{path} is missing, expected the study's own figures: restore it from the repository"
-        ) from error
+    return read_shipped(path, "the study's own figures")
 
 
 def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:

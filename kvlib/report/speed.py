@@ -4,10 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from kvlib.errors import KvlibError
-from kvlib.report.summaries import prefix_lengths
+from kvlib.report.summaries import prefix_lengths, read_shipped
 
 TARGETS = Path(__file__).resolve().parents[2] / "data" / "targets.yaml"
 EVERY = "every"
@@ -106,12 +103,7 @@ class Target:
 
 
 def read_targets(path: Path = TARGETS) -> list[dict]:
-    try:
-        return yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise KvlibError(
-            f"{path} is missing, expected the figures to be reached: restore it from the repository"
-        ) from error
+    return read_shipped(path, "the figures to be reached")
 
 
 def targets(latency: dict, wanted: list[dict]) -> list[Target]:

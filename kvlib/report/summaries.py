@@ -1,5 +1,10 @@
 """What charts, tables and sentences all look up in the summaries, in one place."""
 
+from pathlib import Path
+
+import yaml
+
+from kvlib.errors import KvlibError
 from kvlib.study.final_tables import main_forcing as forcing_of_the_headline
 
 
@@ -23,3 +28,11 @@ def median_times(latency: dict, prefix_tokens: int) -> dict[tuple[str, str], flo
     times = {(row["path"], row["residency"]): row["p50_ms"] for row in rows}
     known = times.get(("native", "resident"), times.get(("native", "cold")))
     return times | {("native", "resident"): known, ("native", "cold"): known}
+
+
+def read_shipped(path: Path, what: str):
+    """A YAML file that comes with the project. Raises KvlibError where it is missing; what: in words, what it holds."""
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise KvlibError(f"{path} is missing, expected {what}: restore it from the repository") from error

@@ -7,7 +7,6 @@ from kvlib.cold import measure_pipeline, pipeline_rows
 from kvlib.latency import TargetPath
 
 PIPELINED = "learned"
-WAYS = ("serial", "pipelined", "resident")
 PIPELINE_COLUMNS = (
     "prefix_tokens", "path", "way", "repetition", "prompt", "order", "ms", "source_ms", "handoff_ms", "mode", "token",
 )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvlib.breakdown import PARTS
+from kvlib.cold import WAYS
 from kvlib.compiled import NO_COMPILER
 from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry
@@ -15,7 +16,7 @@ from kvlib.modes import MARK
 from kvlib.study.latency import parts_key
 from kvlib.study.latency_tables import ORDER, crossovers, floor_rows, mode_rows, summarise
 from kvlib.study.models import place_of
-from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, WAYS, pipeline_medians
+from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, pipeline_medians
 from kvlib.study.timing import (
     BREAKDOWN_COLUMNS,
     BROKEN_DOWN,
