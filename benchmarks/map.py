@@ -9,13 +9,10 @@ weights and one query and output per head and never sees the cache. Per kind of 
 RMS-normalised, RoPE-stripped; in place compiled as well with --compiled.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from common import Clocked, interleave, machine, timing_row, write_table
 from paths import NaiveMap
-from shapes import LLAMA_31_8B, SMOLLM2_135M, TINY_TARGET, Shape, random_maps, random_model, random_prefix
+from shapes import Shape, chosen, random_maps, random_model, random_prefix, shape_options
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache
@@ -134,24 +131,13 @@ def measure_maps(
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="map.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape: the same code in seconds")
-    parser.add_argument("--out", type=Path, help="where the table is written as JSON")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16, when left out")
-    parser.add_argument("--threads", type=int, help="of torch; all it takes by itself when left out")
+    parser = shape_options("map.py", __doc__)
     parser.add_argument("--prefix-tokens", type=int, help="8192, tiny: 64; the cache covers all but the last")
-    parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, help="20, tiny: 2; p95 needs 20")
     parser.add_argument(
         "--compiled", action="store_true", help="in place compiled as well (a compiler is needed)"
     )
     given = parser.parse_args(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    on_cpu = given.device == "cpu"
-    shape = TINY_TARGET if given.tiny else SMOLLM2_135M if on_cpu else LLAMA_31_8B
-    dtype = given.dtype or ("float32" if on_cpu else "bfloat16")
+    shape, dtype = chosen(given)
     rows = measure_maps(
         shape, (given.prefix_tokens or (64 if given.tiny else 8192)) - 1, device=given.device,
         dtype=getattr(torch, dtype), warmups=given.warmups,

@@ -9,16 +9,14 @@ printed and written, never enforced. An arm is one more map evaluated on the sam
 memory on a CPU is taken in a process of its own for every figure.
 """
 
-import argparse
 import math
 import multiprocessing
-from pathlib import Path
 
 import numpy as np
 import torch
 from common import Clocked, interleave, machine, timing_row, write_table
 from paths import DIRECT, Entry, clocked, entry
-from shapes import LLAMA_31_8B, SMOLLM2_135M, TINY_TARGET, Shape, random_maps, random_model, random_prefix
+from shapes import Shape, chosen, random_maps, random_model, random_prefix, shape_options
 
 from kvlib.errors import KvlibError
 from kvlib.memory import PeakMemory, keep_no_freed_pages, return_freed_pages
@@ -224,21 +222,10 @@ def _probe(shape: Shape, at: dict, mode: str, device: str, dtype: torch.dtype) -
 
 
 def main(arguments: list[str] | None = None) -> dict:
-    parser = argparse.ArgumentParser(prog="scale.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: the same code in seconds")
-    parser.add_argument("--out", type=Path, help="where the table is written as JSON")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16, when left out")
-    parser.add_argument("--threads", type=int, help="of torch; all it takes by itself when left out")
-    parser.add_argument("--warmups", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, help="20, tiny: 2; p95 needs 20")
+    parser = shape_options("scale.py", __doc__)
     parser.add_argument("--no-memory", action="store_true", help="times only")
     given = parser.parse_args(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    on_cpu = given.device == "cpu"
-    shape = TINY_TARGET if given.tiny else SMOLLM2_135M if on_cpu else LLAMA_31_8B
-    dtype = given.dtype or ("float32" if on_cpu else "bfloat16")
+    shape, dtype = chosen(given)
     rows = measure_scale(
         shape, TINY_VALUES if given.tiny else VALUES, device=given.device, dtype=getattr(torch, dtype),
         warmups=given.warmups, repetitions=given.repetitions or (2 if given.tiny else 20), memory=not given.no_memory,

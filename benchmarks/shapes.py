@@ -3,7 +3,9 @@
 Import `common` first: it finds kvlib.
 """
 
+import argparse
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -134,3 +136,25 @@ def random_maps(geometry: Geometry, *, device="cpu", rank: int = 8, seed: int = 
         ]
         maps[name] = replace(fresh, key_right=rights[0], value_right=rights[1], scale=0.75)
     return {name: cache_map.to(device) for name, cache_map in maps.items()}
+
+
+def shape_options(prog: str, description: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that takes a shape and no run; `chosen` says what they come to."""
+    parser = argparse.ArgumentParser(prog=prog, description=description.partition("\n")[0])
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes: the same code in seconds")
+    parser.add_argument("--out", type=Path, help="where the table is written as JSON")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", help="float32 on a CPU, else bfloat16, when left out")
+    parser.add_argument("--threads", type=int, help="of torch; all it takes by itself when left out")
+    parser.add_argument("--warmups", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, help="20, tiny: 2; p95 needs 20")
+    return parser
+
+
+def chosen(given: argparse.Namespace) -> tuple[Shape, str]:
+    """(shape, name of the dtype), torch's threads set."""
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    on_cpu = given.device == "cpu"
+    shape = TINY_TARGET if given.tiny else SMOLLM2_135M if on_cpu else LLAMA_31_8B
+    return shape, given.dtype or ("float32" if on_cpu else "bfloat16")
