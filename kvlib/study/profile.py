@@ -112,11 +112,16 @@ class Prompt(Strict):
 
 
 class Training(Strict):
-    """dtype `auto` is bfloat16 where the processor or card computes in it, else float32."""
+    """dtype `auto` is bfloat16 where the processor or card computes in it, else float32.
+
+    micro_batch: prompts per forward and backward pass, all of a step's when None; the gradient is the whole step's.
+    checkpoint_activations: the target's layers are computed again in the backward pass, which saves their memory.
+    """
 
     steps: Count
     prompts_per_step: Count
     micro_batch: Count | None = None
+    checkpoint_activations: bool = False
     min_prefix_tokens: Annotated[int, Field(ge=2)]
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -177,9 +182,12 @@ class Evidence(Strict):
 
 
 class Profile(Strict):
+    """device `auto` is the first CUDA device where there is one, else the processor."""
+
     name: Name
     label: str
     seed: int
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     pair: Pair
     corpus: Annotated[WikipediaCorpus | GeneratedCorpus, Field(discriminator="kind")]
     partitions: Partitions
