@@ -21,8 +21,9 @@ batch_prompts = None  # type: int prompts per batch; a finished batch is never r
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
+from kvlib.report.explorer import explorer
 from kvlib.report.prose import final_facts, step_facts
-from kvlib.report.renderer import glue_facts, show, show_table, use_book_renderer
+from kvlib.report.renderer import glue_facts, glue_html, show, show_table, use_book_renderer
 from kvlib.report.summaries import main_forcing
 from kvlib.study.records import read_table
 from kvlib.study.stages import open_run, run_frozen_evaluation
@@ -38,6 +39,7 @@ glue_facts(final_facts(final) | {"prefix": f"{prompt.prefix_tokens}", "steps": f
 prompts = read_table(study.folder / "frozen_evaluation" / "prompts.parquet")
 steps = read_table(study.folder / "frozen_evaluation" / "steps.parquet")
 glue_facts(step_facts(steps))
+glue_html("explorer", explorer(prompts, steps))
 forcing = main_forcing(final)
 
 # %% [markdown]
@@ -75,6 +77,7 @@ show(
 # ## Prompt by prompt
 #
 # Prompts differ far more than paths do. The comparison is therefore paired: each prompt is its own control.
+# Any one of them can be read, token by token, in [Prompt by prompt](../prompts).
 
 # %% tags=["hide-input"]
 show(

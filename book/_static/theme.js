@@ -1,4 +1,4 @@
-// Charts follow the page's theme and width, and tables can be sorted and downloaded.
+// Charts follow the page's theme and width.
 (function () {
   "use strict";
 
@@ -50,70 +50,15 @@
       }, 150);
     });
     for (const box of document.querySelectorAll(".kv-chart")) observer.observe(box);
-  }
-
-  function value(cell) {
-    return cell.dataset.value === undefined ? cell.textContent : Number(cell.dataset.value);
-  }
-
-  function compare(a, b) {
-    const absent = (v) => v === "–" || v === "" || Number.isNaN(v);
-    if (absent(a) || absent(b)) return absent(a) - absent(b);
-    return typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
-  }
-
-  function sortable(table) {
-    const heads = table.tHead.rows[0].cells;
-    Array.from(heads).forEach(function (head, column) {
-      const sort = function () {
-        const down = head.getAttribute("aria-sort") === "ascending";
-        for (const other of heads) other.removeAttribute("aria-sort");
-        head.setAttribute("aria-sort", down ? "descending" : "ascending");
-        const rows = Array.from(table.tBodies[0].rows);
-        rows.sort((a, b) => compare(value(a.cells[column]), value(b.cells[column])) * (down ? -1 : 1));
-        table.tBodies[0].append(...rows);
-      };
-      head.tabIndex = 0;
-      head.title = "sort by this column";
-      head.addEventListener("click", sort);
-      head.addEventListener("keydown", (event) => {
-        if (event.key === "Enter" || event.key === " ") {
-          event.preventDefault();
-          sort();
-        }
-      });
+    document.addEventListener("kv-content", function (event) { // a chart that another script has drawn
+      if (!event.target._fullLayout) return;
+      observer.observe(event.target.closest(".kv-chart"));
+      window.Plotly.relayout(event.target, settings(event.target, theme()));
     });
-  }
-
-  function csv(table) {
-    const quote = (text) => (/[",\n]/.test(text) ? '"' + text.replace(/"/g, '""') + '"' : text);
-    return Array.from(table.rows)
-      .map((row) => Array.from(row.cells).map((c) => quote(String(c.dataset.value ?? c.textContent))).join(","))
-      .join("\n");
-  }
-
-  function downloadable(details, number) {
-    const table = details.querySelector("table");
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "kv-download";
-    button.textContent = "Download as CSV";
-    button.addEventListener("click", function () {
-      const link = document.createElement("a");
-      link.href = URL.createObjectURL(new Blob([csv(table) + "\n"], { type: "text/csv" }));
-      link.download = document.title.split("—")[0].trim().replace(/\W+/g, "-").toLowerCase() + "-" + (number + 1) + ".csv";
-      link.click();
-      setTimeout(() => URL.revokeObjectURL(link.href), 1000);
-    });
-    details.append(button);
   }
 
   document.addEventListener("DOMContentLoaded", function () {
-    document.querySelectorAll("table.kv-numbers").forEach(sortable);
-    document.querySelectorAll("details.kv-details").forEach(downloadable);
-    if (document.querySelector(".kv-chart")) {
-      paint();
-      follow();
-    }
+    follow();
+    paint();
   });
 })();

@@ -110,6 +110,11 @@ def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
         glue(key, HTML(to_html(table)), display=False)
 
 
+def glue_html(key: str, text: str) -> None:
+    """Keep a finished piece of HTML for another page."""
+    glue(key, HTML(text), display=False)
+
+
 def glue_facts(facts: dict[str, str]) -> None:
     """Keep finished pieces of prose for the pages: one key, one string."""
     for key, text in facts.items():

@@ -14,7 +14,7 @@ from kvlib.study.statistics import describe, paired, with_holm
 
 PATHS = ("native", "direct", "ridge", "learned")
 COMPARED = ("learned", "ridge")  # each against direct reuse
-TEXT_CHARACTERS = 400  # of a prompt's end, kept for people to read
+TEXT_CHARACTERS = 4000  # of a prompt's end at most, kept for people to read
 KL_FIELDS = ("mean", "se", "se_clustered", "median", "q10", "q90")
 STEP_KEYS = ["forcing", "path", "prompt", "step"]
 LEAN = {*STEP_KEYS, "kl", "agree"}  # columns of a control
@@ -66,13 +66,17 @@ def checked_steps(path, forcings: list[str], paths: list[str], prompts: range, s
 
 
 def prompt_table(steps: pd.DataFrame, items, prefixes: torch.Tensor, tokenizer) -> pd.DataFrame:
-    """One row per forcing, path and prompt: KL32, top-1, the article and the end of the prompt's text."""
+    """One row per forcing, path and prompt: KL32, top-1, the article and the prefix as text; “…” stands for a beginning that was cut."""
     table = per_prompt(steps)
-    texts = [tokenizer.decode(row.tolist())[-TEXT_CHARACTERS:] for row in prefixes]
+    texts = [_end(tokenizer.decode(row.tolist())) for row in prefixes]
     return table.assign(
         article=[items[i].article for i in table["prompt"]],
         text=[texts[i] for i in table["prompt"]],
     )
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= TEXT_CHARACTERS else f"…{text[-TEXT_CHARACTERS:]}"
 
 
 def per_prompt(steps: pd.DataFrame) -> pd.DataFrame:

@@ -43,7 +43,7 @@ def to_html(table: pd.DataFrame) -> str:
     """An HTML table; the full value of every number goes along for sorting and for the CSV download."""
     numeric = [any(_is_number(value) for value in table[name]) for name in table.columns]
     head = "".join(
-        f"<th{RIGHT if right else ''}>{html.escape(str(name))}</th>"
+        f'<th scope="col"{RIGHT if right else ""}>{html.escape(str(name))}</th>'
         for name, right in zip(table.columns, numeric, strict=True)
     )
     rows = []

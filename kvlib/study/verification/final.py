@@ -74,3 +74,10 @@ def _possible(where: str, table: pd.DataFrame, check: Check) -> None:
         for column in ("native_probability", "path_probability"):
             inside = table[column].between(0, 1 - LOWEST_KL)
             check.holds(bool(inside.all()), f"{where}, {column}: found a value that is no probability")
+        forced = table.groupby(["forcing", "prompt", "step"])["forced_token"].nunique()
+        check.holds(
+            bool((forced == 1).all()), f"{where}, forced_token: found paths forced along different tokens"
+        )
+        own = table[table["path"] == "native"]
+        itself = (own["native_probability"] == own["path_probability"]) & own["agree"]
+        check.holds(bool(itself.all()), f"{where}, native: found it different from itself")
