@@ -25,7 +25,7 @@ from kvlib.report.prose import pair_facts
 from kvlib.report.renderer import glue_facts, show, show_table, use_book_renderer
 from kvlib.study.stages import open_run, run_pair
 
-use_book_renderer()
+use_book_renderer("00_pair")
 study = open_run(profile, run, results=results, seed=seed)
 pair = run_pair(study)
 
@@ -43,7 +43,9 @@ glue_facts(pair_facts(pair))
 
 # %% tags=["hide-input"]
 show_table(
-    tables.models(pair), "The two models. KV heads, head dimension and layers must agree; widths need not."
+    tables.models(pair),
+    "The two models. KV heads, head dimension and layers must agree; widths need not.",
+    "pair/summary.json",
 )
 
 # %% [markdown]
@@ -81,6 +83,7 @@ show_table(
     tables.gate(pair),
     "Materialised: the mapped cache is written out. In place: it is mapped layer by layer as it is read."
     " Absorbed: the map is folded into the attention and the cache stays as it is.",
+    "pair/summary.json",
 )
 
 # %% [markdown]
@@ -95,4 +98,5 @@ show_table(
 show_table(
     tables.partitions(pair),
     "The partitions, in the order in which they are used. Hashes are cut to sixteen digits here.",
+    "pair/partitions.json",
 )

@@ -33,7 +33,7 @@ from kvlib.report.renderer import glue_facts, show, use_book_renderer
 from kvlib.study.records import read_table
 from kvlib.study.stages import open_run, run_screening
 
-use_book_renderer()
+use_book_renderer("01_screening")
 overrides = {
     "training.steps": steps,
     "training.prompts_per_step": prompts_per_step,

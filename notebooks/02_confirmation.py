@@ -26,7 +26,7 @@ from kvlib.report.renderer import glue_facts, show, use_book_renderer
 from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_confirmation
 
-use_book_renderer()
+use_book_renderer("02_confirmation")
 study = open_run(profile, run, results=results, **{"confirmation.seeds": seeds})
 confirmation = run_confirmation(study)
 

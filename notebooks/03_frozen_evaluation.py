@@ -28,7 +28,7 @@ from kvlib.report.summaries import main_forcing
 from kvlib.study.records import read_table
 from kvlib.study.stages import open_run, run_frozen_evaluation
 
-use_book_renderer()
+use_book_renderer("03_frozen_evaluation")
 overrides = {"evaluation.forcings": forcings, "evaluation.batch_prompts": batch_prompts}
 study = open_run(profile, run, results=results, **overrides)
 final = run_frozen_evaluation(study)
@@ -39,7 +39,9 @@ glue_facts(final_facts(final) | {"prefix": f"{prompt.prefix_tokens}", "steps": f
 prompts = read_table(study.folder / "frozen_evaluation" / "prompts.parquet")
 steps = read_table(study.folder / "frozen_evaluation" / "steps.parquet")
 glue_facts(step_facts(steps))
-glue_html("explorer", explorer(prompts, steps))
+glue_html(
+    "explorer", explorer(prompts, steps), "frozen_evaluation/steps.parquet, frozen_evaluation/prompts.parquet"
+)
 forcing = main_forcing(final)
 
 # %% [markdown]
@@ -113,6 +115,7 @@ show_table(
     tables.worst(prompts, steps, final),
     "The five prompts with the largest difference, worst first; where the difference is negative the correction"
     " did no harm even there. Steps are forced, so a token that differs is not followed.",
+    "frozen_evaluation/prompts.parquet, frozen_evaluation/steps.parquet",
 )
 
 # %% [markdown]

@@ -36,7 +36,7 @@ from kvlib.study.records import read_table
 from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run, run_latency
 
-use_book_renderer()
+use_book_renderer("04_latency")
 overrides = {
     "latency.prefix_tokens": prefix_tokens,
     "latency.warmups": warmups,
@@ -78,7 +78,7 @@ show(
     " that the model ships with, so that no path wins by its attention code alone. The memory floor is what one step must read,"
     " over the memory bandwidth of this run; native prefill is no single step and is not held against it.",
     tables.latency(latency),
-    "latency/summary.json; every repetition in latency/raw.parquet",
+    "latency/summary.json, latency/raw.parquet",
 )
 
 # %% [markdown]
@@ -102,7 +102,7 @@ show(
     " run; the slider moves the times. The arrow leads from the learned map written out into a second cache to the same map as it"
     " is handed over: both give the target the same corrected keys and values, up to rounding, so both have one KL32.",
     tables.moved_frontier(final, latency),
-    "frozen_evaluation/summary.json and latency/summary.json",
+    "frozen_evaluation/summary.json, latency/summary.json",
 )
 
 # %% [markdown]
@@ -120,7 +120,8 @@ show(
 show_table(
     tables.modes(latency),
     "Medians with the source's cache resident. “As handed over” is the learned path of the first chart, the others are the same map in"
-    " a way that was asked for by name. From latency/summary.json; every repetition in latency/raw.parquet.",
+    " a way that was asked for by name.",
+    "latency/summary.json, latency/raw.parquet",
 )
 
 # %% [markdown]
@@ -151,7 +152,8 @@ show(
 show_table(
     tables.floor(latency),
     "The floor: bytes of weights (every parameter once, of an embedding that the head does not share one row) and of cache, over the"
-    " memory bandwidth measured in this run. From latency/summary.json.",
+    " memory bandwidth measured in this run.",
+    "latency/summary.json",
 )
 
 # %% [markdown]
@@ -184,7 +186,8 @@ show(
 # %% tags=["hide-input"]
 show_table(
     tables.pipeline(latency),
-    "Medians of the cold first token, one after the other and in a pipeline, repetitions interleaved. From latency/pipeline.parquet.",
+    "Medians of the cold first token, one after the other and in a pipeline, repetitions interleaved.",
+    "latency/pipeline.parquet",
 )
 
 # %% [markdown]
@@ -199,6 +202,7 @@ show_table(
 show_table(
     tables.targets(targets),
     "For a figure that is set for every length, the length that is furthest from its limit. The limits are in data/targets.yaml.",
+    "latency/summary.json",
 )
 
 # %% [markdown]

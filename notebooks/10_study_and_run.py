@@ -26,7 +26,7 @@ from kvlib.study.records import read_lines
 from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run
 
-use_book_renderer()
+use_book_renderer("10_study_and_run")
 study = open_run(profile, run, results=results)
 stages = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 records = {stage: read_summary(study.stage(stage)) for stage in stages}
@@ -48,6 +48,7 @@ show_table(
     "“Better” names the direction that is good, where there is one. Settings have none: they are listed so "
     "that a"
     " difference in outcome can be read beside the differences in what was done.",
+    "frozen_evaluation/summary.json, latency/summary.json",
 )
 
 # %% [markdown]

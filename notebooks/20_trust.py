@@ -27,7 +27,7 @@ from kvlib.study.run import read_summary
 from kvlib.study.stages import STAGES, open_run
 from kvlib.study.verification import summary, verify
 
-use_book_renderer()
+use_book_renderer("20_trust")
 study = open_run(profile, run, results=results)
 records = {stage: read_summary(study.stage(stage)) for stage in STAGES}
 final = records["frozen_evaluation"]
@@ -50,6 +50,7 @@ show_table(
     tables.gates(records),
     "Materialised: the mapped cache is written out. In place: mapped as it lies. Absorbed: folded into the"
     " attention. The numbers are the largest differences of any logit.",
+    "screening/summary.json, confirmation/summary.json, frozen_evaluation/summary.json, latency/summary.json",
 )
 
 # %% [markdown]
@@ -61,6 +62,7 @@ show_table(
 show_table(
     tables.noise(final),
     "Native prefill against itself on the final prompts, in the same unit as every result.",
+    "frozen_evaluation/controls.parquet",
 )
 
 # %% [markdown]
@@ -72,6 +74,7 @@ show_table(
 show_table(
     tables.first_step(final),
     "The first of the forced steps alone. Native is its own reference.",
+    "frozen_evaluation/summary.json",
 )
 
 # %% [markdown]
@@ -108,6 +111,7 @@ show(
 show_table(
     tables.decision(final),
     "The criteria as the rule lists them, under the oracle's forcing where it was run.",
+    "frozen_evaluation/summary.json",
 )
 
 # %% [markdown]

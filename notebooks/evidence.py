@@ -32,7 +32,7 @@ from kvlib.report.tables import evidence as tables
 from kvlib.study.evidence import run_evidence
 from kvlib.study.stages import open_run
 
-use_book_renderer()
+use_book_renderer("evidence")
 overrides = {
     "evidence.prefix_tokens": prefix_tokens,
     "evidence.prompts": prompts,
@@ -64,7 +64,7 @@ show(
     " paths within a length rather than lengths with each other. Every interval stands for itself: of many, some"
     " miss the truth.",
     tables.lengths(evidence),
-    "evidence/summary.json; every prompt in evidence/lengths.parquet",
+    "evidence/summary.json, evidence/lengths.parquet",
 )
 
 # %% [markdown]
@@ -87,7 +87,7 @@ show(
     " schedule's doing. These prompts also took part in choosing the map: the shape of a curve says more than its"
     " level.",
     tables.learning(evidence, records),
-    "evidence/summary.json; every prompt in evidence/learning.parquet",
+    "evidence/summary.json, evidence/learning.parquet",
 )
 
 # %% [markdown]
@@ -125,7 +125,7 @@ show(
     " much it falls when one layer alone has its correction. Whiskers are standard errors of the paired difference;"
     " among so many layers a few can pass twice that by chance. Nothing is trained again for this.",
     tables.layers(evidence, records),
-    "evidence/summary.json; every prompt in evidence/ablation.parquet",
+    "evidence/summary.json, evidence/ablation.parquet",
 )
 
 # %% [markdown]

@@ -14,6 +14,7 @@ import yaml
 
 from kvlib.errors import KvlibError
 from kvlib.report.prose.evidence_page import not_run_page
+from kvlib.report.sources import link_sources
 from kvlib.study.decision import DECISION_RULE
 from kvlib.study.records import read_json, read_record
 from kvlib.study.run import read_summary
@@ -72,6 +73,7 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
         html = aside / "_build" / "html"
         _prune_mathjax(html / "_static" / "mathjax")
         _drop_preloads(html)
+        link_sources(html, run_folder)
         _swap(html, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)

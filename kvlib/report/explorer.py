@@ -1,6 +1,5 @@
 """“Prompt by prompt”: every final prompt's text and steps as one compact JSON, and the markup that a script fills."""
 
-import html
 import json
 
 import pandas as pd
@@ -25,14 +24,8 @@ def explorer(prompts: pd.DataFrame, steps: pd.DataFrame) -> str:
     safe = data.replace("<", "\\u003c").replace("&", "\\u0026")  # no text of a prompt can end the element
     return (
         f'<div class="kv-explorer"><script type="application/json">{safe}</script>'
-        "<p>This page is drawn by its script; the same numbers stand in "
-        f"{record('frozen_evaluation/steps.parquet')}.</p></div>"
+        "<p>This page is drawn by its script; the same numbers stand in the records below.</p></div>"
     )
-
-
-def record(name: str) -> str:
-    """A file of the run, named so that the built book can link to it."""
-    return f'<code data-kv-file="records/{html.escape(name)}">{html.escape(name)}</code>'
 
 
 def explorer_data(prompts: pd.DataFrame, steps: pd.DataFrame) -> dict:

@@ -12,6 +12,8 @@ from myst_nb import glue
 from plotly.io.base_renderers import MimetypeRenderer
 
 from kvlib.errors import KvlibError
+from kvlib.report.sources import origin
+from kvlib.report.spoken import spoken
 from kvlib.report.tables.cells import to_html, unfold
 
 NAME = "kvlib_book"
@@ -33,8 +35,8 @@ class BookRenderer(MimetypeRenderer):
     one place blank.
     """
 
-    def __init__(self):
-        self.shown = 0
+    def __init__(self, script: str = ""):
+        self.script, self.shown = script, 0
 
     def to_mimebundle(self, fig_dict: dict) -> dict:
         native = json.loads(pio.to_json(fig_dict, validate=False))
@@ -43,34 +45,41 @@ class BookRenderer(MimetypeRenderer):
             "application/vnd.plotly.v1+json": native | {"config": CONFIG},
         }
 
-    def to_html(self, fig_dict: dict, description: str = "") -> str:
-        """One chart as HTML. `description` is what a screen reader says; the title when there is none."""
+    def to_html(self, fig_dict: dict) -> str:
+        """One chart as HTML, with its title and series in words for screen readers."""
         figure = json.loads(pio.to_json(fig_dict, validate=False))
         layout = figure["layout"]
         title = (layout.pop("title", None) or {}).get("text", "")
         if title and layout.get("margin", {}).get("t"):
             layout["margin"]["t"] = max(24, layout["margin"]["t"] - TITLE_PX)
         self.shown += 1
+        described = spoken(figure)
         digest = hashlib.sha256(pio.to_json(fig_dict, validate=False).encode()).hexdigest()[:12]
+        place = f"chart-{self.shown}-{digest}"
         drawing = pio.to_html(
             figure,
             config=CONFIG,
             full_html=False,
             include_plotlyjs=False,
             include_mathjax=False,
-            div_id=f"chart-{self.shown}-{digest}",
+            div_id=place,
             validate=False,
             default_height=f"{layout.get('height', 440)}px",
         )
         plain = html.escape(title.replace("<br>", " "))
-        spoken = html.escape(description or title, quote=True)
-        chart = f'<div class="kv-chart" role="figure" aria-label="{spoken}">{drawing}</div>'
-        return f'<p class="kv-title">{plain}</p>{chart}'
+        about = f'<p class="kv-spoken" id="about-{place}">{html.escape(described)}</p>' if described else ""
+        points = f' aria-describedby="about-{place}"' if described else ""
+        chart = f'<div class="kv-chart" role="img" aria-label="{plain}"{points}>{drawing}</div>'
+        return f'<p class="kv-title">{plain}</p>{chart}{about}'
 
 
-def use_book_renderer() -> None:
-    """Make every figure of this kernel come out as HTML that the book can keep."""
-    pio.renderers[NAME] = BookRenderer()
+def use_book_renderer(script: str = "") -> None:
+    """Make every figure of this kernel come out as HTML that the book can keep.
+
+    Args:
+        script: the notebook's name, such as "01_screening"; every figure then says that it comes from there.
+    """
+    pio.renderers[NAME] = BookRenderer(script)
     pio.renderers.default = NAME
 
 
@@ -78,7 +87,7 @@ def show(figure: go.Figure, caption: str, numbers: pd.DataFrame | None = None, r
     """Display a chart, its caption, and the numbers behind it in a table to unfold.
 
     Args:
-        records: the files that the numbers come from, relative to the run's folder.
+        records: the files that the numbers come from, relative to the run's folder, commas between them.
     """
     _renderer()
     figure.show()
@@ -89,19 +98,19 @@ def glue_chart(
     key: str, figure: go.Figure, caption: str, numbers: pd.DataFrame | None = None, records: str = ""
 ) -> None:
     """As `show`, but kept under `key` for another page instead of being displayed here."""
-    drawing = _renderer().to_html(figure.to_dict(), caption)
+    drawing = _renderer().to_html(figure.to_dict())
     glue(key, HTML(drawing + _below(caption, numbers, records)), display=False)
 
 
-def show_table(table: pd.DataFrame, caption: str) -> None:
+def show_table(table: pd.DataFrame, caption: str, records: str = "") -> None:
     """Display a table that is not behind a chart."""
-    display(HTML(to_html(table) + _below(caption, None, "")))
+    display(HTML(to_html(table) + _below(caption, None, records)))
 
 
-def show_tables(tables: dict[str, pd.DataFrame]) -> None:
+def show_tables(tables: dict[str, pd.DataFrame], records: str = "") -> None:
     """Display tables, each above its caption; nothing where there are none."""
     for caption, table in tables.items():
-        show_table(table, caption)
+        show_table(table, caption, records)
 
 
 def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
@@ -110,9 +119,9 @@ def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
         glue(key, HTML(to_html(table)), display=False)
 
 
-def glue_html(key: str, text: str) -> None:
-    """Keep a finished piece of HTML for another page."""
-    glue(key, HTML(text), display=False)
+def glue_html(key: str, text: str, records: str = "") -> None:
+    """Keep a finished piece of HTML for another page, with a line that says where it comes from."""
+    glue(key, HTML(text + origin(_renderer().script, records)), display=False)
 
 
 def glue_facts(facts: dict[str, str]) -> None:
@@ -123,7 +132,7 @@ def glue_facts(facts: dict[str, str]) -> None:
 
 def _below(caption: str, numbers: pd.DataFrame | None, records: str) -> str:
     text = f'<p class="kv-caption">{html.escape(caption)}</p>'
-    return text if numbers is None else text + unfold(numbers, records)
+    return text + ("" if numbers is None else unfold(numbers)) + origin(_renderer().script, records)
 
 
 def _renderer() -> BookRenderer:

@@ -8,9 +8,10 @@ import pandas as pd
 
 ABSENT = "–"
 
-LONG = ' class="kv-long"'  # hashes: may be broken anywhere
-
 RIGHT = ' class="kv-number"'
+LONG = ' class="kv-long"'  # hashes: may be broken anywhere
+PROSE = ' class="kv-prose"'  # sentences: wide enough to read
+LONG_CHARACTERS = 40
 
 
 def cell_text(value) -> str:
@@ -52,19 +53,19 @@ def to_html(table: pd.DataFrame) -> str:
         for value, right in zip(row, numeric, strict=True):
             number = _is_number(value)
             raw = "" if value is None else html.escape(_raw(value) if number else str(value), quote=True)
-            mark = (
-                RIGHT
-                if right
-                else LONG
-                if isinstance(value, str) and len(value) > 40 and " " not in value
-                else ""
-            )
+            mark = RIGHT if right else _text_class(value)
             data = f' data-value="{raw}"' if number else ""
             cells.append(f"<td{mark}{data}>{html.escape(cell_text(value))}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     body = "".join(rows)
     table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="kv-scroll"><table class="kv-numbers">{table}</table></div>'
+
+
+def _text_class(value) -> str:
+    if not isinstance(value, str) or len(value) <= LONG_CHARACTERS:
+        return ""
+    return PROSE if " " in value else LONG
 
 
 def _raw(value) -> str:
@@ -75,7 +76,6 @@ def _is_number(value) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def unfold(table: pd.DataFrame, records: str = "") -> str:
-    """The table in a <details> element, with the records it comes from."""
-    source = f" <span>(from {html.escape(records)})</span>" if records else ""
-    return f'<details class="kv-details"><summary>The numbers{source}</summary>{to_html(table)}</details>'
+def unfold(table: pd.DataFrame) -> str:
+    """The table in a <details> element."""
+    return f'<details class="kv-details"><summary>The numbers</summary>{to_html(table)}</details>'
