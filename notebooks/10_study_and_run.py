@@ -20,8 +20,16 @@ results = "results"  # where the runs live
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
+from kvlib.report.headline import tiles
 from kvlib.report.prose import colophon_facts, front_facts
-from kvlib.report.renderer import glue_chart, glue_facts, glue_tables, show_table, use_book_renderer
+from kvlib.report.renderer import (
+    glue_chart,
+    glue_facts,
+    glue_html,
+    glue_tables,
+    show_table,
+    use_book_renderer,
+)
 from kvlib.study.records import read_lines
 from kvlib.study.run import read_summary
 from kvlib.study.stages import open_run
@@ -75,14 +83,13 @@ glue_facts(front_facts(records, prefix_tokens=study.profile.prompt.prefix_tokens
 glue_chart(
     "frontier",
     figures.frontier(records["frozen_evaluation"], records["latency"]),
-    "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already "
-    "there; open"
-    " markers: the source's own prefill counts too. Move the slider to change the prefix length. Fidelity "
-    "was measured"
-    " at one prefix length, so only the times move. Whiskers are standard errors.",
+    "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already there; open markers:"
+    " the source's own prefill counts too. Fidelity was measured at one prefix length, so the slider moves the times alone."
+    " Whiskers are standard errors.",
     tables.frontier(records["frozen_evaluation"], records["latency"]),
     "frozen_evaluation/summary.json, latency/summary.json",
 )
+glue_html("tiles", tiles(records["frozen_evaluation"], records["latency"]))
 glue_tables({"headline": tables.headline(records["frozen_evaluation"], records["latency"])})
 
 # %% tags=["remove-cell"]

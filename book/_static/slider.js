@@ -27,7 +27,7 @@
     chart.closest(".kv-chart").after(label);
     const height = chart._fullLayout.height - SLIDER_PX;
     chart.style.height = chart.parentElement.style.height = height + "px";
-    window.Plotly.relayout(chart, { sliders: [], height }).then(() => window.Plotly.Plots.resize(chart));
+    window.Plotly.relayout(chart, { sliders: [], height: null, width: null, autosize: true }); // as its box is now
   }
 
   addEventListener("load", function () {

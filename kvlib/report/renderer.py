@@ -120,8 +120,8 @@ def glue_tables(tables: dict[str, pd.DataFrame]) -> None:
 
 
 def glue_html(key: str, text: str, records: str = "") -> None:
-    """Keep a finished piece of HTML for another page, with a line that says where it comes from."""
-    glue(key, HTML(text + origin(_renderer().script, records)), display=False)
+    """Keep a finished piece of HTML for another page; where `records` are named, with a line that links to them."""
+    glue(key, HTML(text + (origin(_renderer().script, records) if records else "")), display=False)
 
 
 def glue_facts(facts: dict[str, str]) -> None:

@@ -35,6 +35,8 @@ def frontier(final: dict, latency: dict) -> go.Figure:
             y=[kl["mean"]],
             mode="markers",
             name=f"{style.label}, cold" if cold else style.label,
+            legendgroup=path,
+            showlegend=not cold,  # the caption says what open markers are
             error_y={"array": [kl["se"] or 0], "thickness": 1.2, "visible": path != "native" and not cold},
             marker={
                 **style.marker(15),
@@ -54,11 +56,10 @@ def frontier(final: dict, latency: dict) -> go.Figure:
     highest = max((kl["mean"] or 0) + (kl["se"] or 0) for kl in found)
     figure = finish(
         figure,
-        "Fidelity against speed: KL32 (nats per token, lower is closer to native) and time to first token "
-        "(ms, p50)",
+        "Fidelity (KL32, nats per token) against time to first token (ms, p50)",
         x="time to first token (ms, p50, logarithmic)",
-        y="KL32 (nats per token)",
-        height=540,
+        y="KL32 (nats), lower is closer",
+        height=425,
     )
     figure.update_xaxes(**log_axis(known, pad=0.15))
     figure.update_yaxes(range=[-0.06 * highest, 1.12 * highest])
