@@ -17,7 +17,7 @@ from kvlib.errors import KvlibError
 from kvlib.report import figures, prose, tables, wording
 from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
-from kvlib.report.palette import BASES, PATHS
+from kvlib.report.palette import BASES, PATHS, SEQUENCE
 from kvlib.report.renderer import BookRenderer
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import read_summary
@@ -94,6 +94,11 @@ def test_a_path_has_one_colour_and_one_marker_in_every_chart(run, records):
 @pytest.mark.parametrize("style", [*PATHS.values(), *BASES.values()], ids=lambda s: s.label)
 def test_colours_stand_out_on_the_light_and_the_dark_page(style):
     assert all(contrast(style.colour, background) >= 3 for background in BACKGROUNDS)
+
+
+def test_what_is_no_path_takes_no_paths_colour():
+    assert not set(SEQUENCE) & {style.colour for style in PATHS.values()}
+    assert all(contrast(colour, background) >= 3 for colour in SEQUENCE for background in BACKGROUNDS)
 
 
 def contrast(one: str, other: str) -> float:

@@ -43,7 +43,13 @@ BASES = {
     "direct": Style("residual on direct", PATHS["learned"].colour, PATHS["learned"].symbol, "solid"),
     "ridge": Style("residual on ridge", "#b3639b", "star-diamond", "dashdot"),
 }
-SEQUENCE = ("#7f858e", "#2b86c8", "#0f9467", "#c9701a", "#b3639b")  # ordered variants within one panel
+SEQUENCE = (
+    "#8a70d6",
+    "#93791a",
+    "#5f8a8b",
+    "#b3639b",
+    "#a0705a",
+)  # what is no path: none of the paths' colours
 DASHES = ("dot", "dash", "solid", "dashdot", "longdash")
 MARKERS = ("circle-open", "square-open", "triangle-up-open", "diamond-open", "x-thin-open")
 NEUTRAL = "#7f858e"

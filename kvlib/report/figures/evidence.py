@@ -9,11 +9,11 @@ from plotly.subplots import make_subplots
 
 from kvlib.report import evidence
 from kvlib.report.figures.evidence_map import correction, finish_panels, layers, note, reconstruction
-from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
+from kvlib.report.palette import NEUTRAL, PATHS, SEQUENCE, finish, log_axis
 
 __all__ = ["correction", "kl_by_length", "layers", "learning", "power", "reconstruction"]
 
-CLUSTERED = "#b3639b"
+CLUSTERED = SEQUENCE[3]
 BAND = "rgba(127,133,142,0.25)"
 TARGET_POWER = 0.8
 
@@ -209,7 +209,7 @@ def power(summary: dict) -> go.Figure:
     """Power against the number of prompts, for independent prompts and for prompts that share articles."""
     found, figure = summary["power"], go.Figure()
     series = (
-        ("power", "independent prompts", PATHS["direct"].colour, "solid", "circle"),
+        ("power", "independent prompts", SEQUENCE[0], "solid", "circle"),
         ("power_clustered", "prompts that share articles", CLUSTERED, "dash", "square"),
     )
     counts: list[int] = []

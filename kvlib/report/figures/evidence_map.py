@@ -155,7 +155,7 @@ def layers(summary: dict, tables: dict[str, pd.DataFrame]) -> go.Figure:
 
 _SIGNS = (
     (True, "the correction helps", PATHS["learned"].colour, ""),
-    (False, "it does harm, or nothing", PATHS["ridge"].colour, "/"),
+    (False, "it does harm, or nothing", PATHS["direct"].colour, "/"),
 )
 
 

@@ -4,20 +4,20 @@ import plotly.graph_objects as go
 
 from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PYTHON, WEIGHTS
 from kvlib.report.figures.front import length_slider
-from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
+from kvlib.report.palette import NEUTRAL, PATHS, SEQUENCE, finish, log_axis
 from kvlib.report.speed import mode_of, parts_of, row_of
 from kvlib.report.summaries import headline, prefix_lengths
 
 WRITTEN = "learned, written out"
 # One hue for what is alike; a pattern tells two parts of one hue apart.
 PART_STYLES = {
-    WEIGHTS: (PATHS["direct"].colour, ""),
-    HEAD: (PATHS["direct"].colour, "/"),
-    ATTENTION: (PATHS["learned"].colour, ""),
-    MAP: (PATHS["ridge"].colour, ""),
+    WEIGHTS: (SEQUENCE[0], ""),
+    HEAD: (SEQUENCE[0], "/"),
+    ATTENTION: (SEQUENCE[1], ""),
+    MAP: (SEQUENCE[2], ""),
     BODY: (NEUTRAL, ""),
-    ATTACHING: ("#b3639b", ""),
-    ARGMAX: ("#b3639b", "x"),
+    ATTACHING: (SEQUENCE[3], ""),
+    ARGMAX: (SEQUENCE[3], "x"),
     PYTHON: (NEUTRAL, "."),
 }
 

@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from kvlib.report.palette import BASES, DASHES, KL_AXIS, MARKERS, NEUTRAL, PATHS, SEQUENCE, finish
+from kvlib.report.palette import BASES, DASHES, KL_AXIS, MARKERS, NEUTRAL, PATHS, SEQUENCE, Style, finish
 
 FEATURES = {"own": "own head", "rms": "RMS-normalised", "rope_stripped": "RoPE-stripped"}
 SHORT_FEATURES = {"own": "own", "rms": "RMS", "rope_stripped": "no RoPE"}
@@ -37,8 +37,8 @@ def residual_error(layers: pd.DataFrame) -> go.Figure:
     """How far the source's residual stream is from the target's after each layer."""
     figure = go.Figure()
     parts = (
-        ("residual_error", "residual stream lost", PATHS["ridge"]),
-        ("mlp_energy_kept", "MLP energy kept", PATHS["learned"]),
+        ("residual_error", "residual stream lost", Style("", SEQUENCE[0], "circle", "dash")),
+        ("mlp_energy_kept", "MLP energy kept", Style("", SEQUENCE[1], "square", "solid")),
     )
     for column, name, style in parts:
         if column in layers and layers[column].notna().any():
@@ -268,7 +268,7 @@ def confirmation(summary: dict, screening: dict) -> go.Figure:
                     marker={
                         "symbol": "circle-open",
                         "size": 24,
-                        "color": PATHS["ridge"].colour,
+                        "color": SEQUENCE[0],
                         "line": {"width": 2.5},
                     },
                 )
