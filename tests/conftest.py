@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SAY_EVERY_S = 20
 # Seconds that the files with long tests take on two cores, for a first run; later ones remember.
 TYPICAL_S = {
-    "test_browser.py": 150, "test_browser_reading.py": 60, "test_readme.py": 80, "test_cli.py": 60, "test_study.py": 30, "test_real_pair.py": 150,
+    "test_browser.py": 150, "test_browser_reading.py": 60,
+    "test_readme.py": 80, "test_cli.py": 60, "test_study.py": 30, "test_real_pair.py": 150,
     "test_evidence_stage.py": 50, "test_verification.py": 110, "test_resilience.py": 90, "test_bad_records.py": 80,
 }  # fmt: skip
 OTHERWISE_S = 8
