@@ -10,7 +10,7 @@
 # # 00 The pair
 #
 # A cache can only be handed over between two models that agree on its shape. This chapter loads the
-# **target**, the model that is to answer, makes or loads the **source**, the cheaper model whose cache is
+# {term}`target`, the model that is to answer, makes or loads the {term}`source`, the cheaper model whose cache is
 # to be used, checks that the two fit, and divides the text before anything is trained on it.
 
 # %% tags=["parameters"]
@@ -73,8 +73,8 @@ show(
 # ## The gate
 #
 # Before any map is judged, the machinery is: the target's *own* cache is taken out, handed back through
-# each of the three ways in which a handoff can run, and the next token's logits are compared with those of
-# ordinary prefill. An error here would be mistaken for a property of the source.
+# each of the three ways in which a {term}`handoff` can run, and the next token's logits are compared with those of
+# ordinary {term}`prefill`. An error here would be mistaken for a property of the source.
 #
 # {glue:text}`gate`
 

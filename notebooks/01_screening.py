@@ -51,8 +51,8 @@ screening = run_screening(study)
 glue_facts(screening_facts(screening))
 
 # %% [markdown]
-# Each of this run's {glue:text}`arms` arms trained for {glue:text}`steps` steps of
-# {glue:text}`prompts_per_step` prompts; what counts is the KL32 on {glue:text}`prompts` validation prompts.
+# Each of this run's {glue:text}`arms` {term}`arms <arm>` trained for {glue:text}`steps` steps of
+# {glue:text}`prompts_per_step` prompts; what counts is the {term}`KL32` on {glue:text}`prompts` validation prompts.
 #
 # {glue:text}`outcome`
 #
@@ -77,7 +77,7 @@ show(
 # %% [markdown]
 # ## Training
 #
-# After a few warm-up steps that reconstruct the target's cache, every arm minimises the KL divergence
+# After a few {term}`warm-up` steps that reconstruct the target's cache, every arm minimises the KL divergence
 # between the native next-token distribution and its own, on windows of text cut at random places.
 
 # %% tags=["hide-input"]
@@ -94,8 +94,8 @@ show(
 # %% [markdown]
 # ## Checkpoints and residual scales
 #
-# The {glue:text}`selected` best arms are tried at several checkpoints and with their residual scaled down or
-# up, {glue:text}`grid_cells` combinations in all. A best scale below one would mean that the trained correction
+# The {glue:text}`selected` best arms are tried at several checkpoints and with their {term}`residual scaled <residual scale>`
+# down or up, {glue:text}`grid_cells` combinations in all. A best scale below one would mean that the trained correction
 # points the right way but, off its training text, goes too far; above one, that it stops short.
 #
 # {glue:text}`chosen`

@@ -56,7 +56,7 @@ show(
 #
 # {glue:text}`why`
 #
-# The manifest holds this choice, the rule that made it, the hashes of the weights, of every partition and
+# The {term}`manifest` holds this choice, the rule that made it, the hashes of the weights, of every partition and
 # of the code, the fingerprints of both models and the versions of the packages. Its own hash begins with
 # {glue:text}`manifest`, that of the weights with {glue:text}`weights`; the [colophon](../colophon.md) has
 # them whole. The next chapter refuses to open the final prompts if any of them has changed.

@@ -46,7 +46,7 @@ forcing = main_forcing(final)
 
 # %% [markdown]
 # There are {glue:text}`prompts` prompts of {glue:text}`prefix` tokens from {glue:text}`articles` articles.
-# On each, native prefill decodes {glue:text}`steps` tokens greedily, the *oracle*; every other path is forced
+# On each, native prefill decodes {glue:text}`steps` tokens greedily, the {term}`oracle`; every other path is {term}`forced <forced steps>`
 # along the same tokens, and its distribution over the whole vocabulary is compared with native's at every
 # step. {glue:text}`opened`
 #
@@ -103,7 +103,7 @@ show(
 
 # %% [markdown]
 # {glue:text}`oracle_learned_tests` Prompts from one article are not independent of each other, which is what
-# the clustered error allows for.
+# the {term}`clustered error <clustered standard error>` allows for.
 #
 # ## Where it does harm
 #

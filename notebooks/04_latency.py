@@ -11,7 +11,8 @@
 #
 # What does the handoff save? The clock starts when the source's cache lies in memory and stops when the first
 # new token's id is known; mapping, injection, the last prompt token's step and the choice of the token all
-# count. A second, *cold* clock starts earlier, before the source has read the prompt.
+# count. This is the {term}`time to first token`, with the source's cache {term}`resident`. A second, {term}`cold` clock
+# starts earlier, before the source has read the prompt.
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
@@ -82,7 +83,7 @@ show(
 )
 
 # %% [markdown]
-# {glue:text}`overhead` How each path ran: {glue:text}`modes`. An absorbed map leaves the cache untouched and
+# {glue:text}`overhead` How each path ran: {glue:text}`modes`. An {term}`absorbed` map leaves the cache untouched and
 # acts on the query and on the attention's output, so that its cost hardly grows with the prefix.
 # {glue:text}`learned_mode`
 #
@@ -109,9 +110,9 @@ show(
 # ## One map, several ways
 #
 # The same learned map can be applied in several ways, and what is chosen need not be taken on trust: the others were
-# timed in the same rounds as the paths above. *Written out* makes a second, corrected cache first. *In place* corrects
-# the cache that was handed over, without a second one. *Background*, where it was asked for, starts absorbed and
-# folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. *Compiled*,
+# timed in the same rounds as the paths above. {term}`Written out <materialised>` makes a second, corrected cache
+# first. {term}`In place <in place>` corrects the cache that was handed over, without a second one.
+# {term}`Background <background>`, where it was asked for, starts absorbed and folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. {term}`Compiled <compiled>`,
 # where it was asked for and a compiler was there, is in place by a pass that torch's compiler made before any clock ran.
 #
 # {glue:text}`ways` {glue:text}`left_out`
@@ -144,7 +145,7 @@ show(
 )
 
 # %% [markdown]
-# No step can be faster than reading what it must read: the weights once and the cache once.
+# No step can be faster than reading what it must read, its {term}`floor <floor, memory>`: the weights once and the cache once.
 #
 # {glue:text}`floor`
 

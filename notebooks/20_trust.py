@@ -80,7 +80,7 @@ show_table(
 # %% [markdown]
 # ## Would anything have done?
 #
-# Controls run on the same final prompts through the same code: caches without the right content, and maps
+# {term}`Controls <control>` run on the same final prompts through the same code: caches without the right content, and maps
 # without the right weights. If an empty cache scored like direct reuse, the measure would be worthless; if a
 # map trained on the wrong prompts' caches gained as much as the learned one, the gain would have nothing to
 # do with the cache. {glue:text}`controls`
