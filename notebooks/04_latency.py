@@ -112,7 +112,8 @@ show(
 # The same learned map can be applied in several ways, and what is chosen need not be taken on trust: the others were
 # timed in the same rounds as the paths above. {term}`Written out <materialised>` makes a second, corrected cache
 # first. {term}`In place <in place>` corrects the cache that was handed over, without a second one.
-# {term}`Background <background>`, where it was asked for, starts absorbed and folds the correction into the cache while decoding goes on; its first token is that of the absorbed way. {term}`Compiled <compiled>`,
+# {term}`Background <background>`, where it was asked for, starts absorbed and folds the correction into the cache
+# while decoding goes on; its first token is that of the absorbed way. {term}`Compiled <compiled>`,
 # where it was asked for and a compiler was there, is in place by a pass that torch's compiler made before any clock ran.
 #
 # {glue:text}`ways` {glue:text}`left_out`
