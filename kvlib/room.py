@@ -43,7 +43,7 @@ class Room:
             except (MemoryError, RuntimeError) as error:
                 if not out_of_memory(error):
                     raise
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". ")[0]
             # Out here the error is gone, and with it the frames that held the tensors.
             self._halve(reason)
 
