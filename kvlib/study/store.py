@@ -245,5 +245,13 @@ class WindowStore:
                 self.source_scale()
             ).tolist()  # float32 numbers come back from JSON as they were
             write_json(path, {"windows": windows, "scale": scale})
-        keys, values = torch.tensor(read_record(path, "scale")["scale"], dtype=torch.float32)
+        try:
+            keys, values = found = torch.tensor(read_record(path, "scale")["scale"], dtype=torch.float32)
+            whole = found.shape[1:] == (self.geometry.layers, self.geometry.heads) and bool((found > 0).all())
+        except (TypeError, ValueError, IndexError):
+            whole = False
+        if not whole:
+            raise KvlibError(
+                f"{path} does not hold one scale per layer and KV head: delete it and run the stage again"
+            )
         return keys, values
