@@ -3,13 +3,15 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
 
 import torch
 
 from kvlib.cache import PrefixCache
+from kvlib.errors import KvlibError
+from kvlib.room import out_of_memory
 
 Item, Loaded = TypeVar("Item"), TypeVar("Loaded")
 
@@ -66,9 +68,22 @@ def ahead(
 def _one_ahead(items: Iterator, submit, lane: "_Lane") -> Iterator:
     coming = [submit(item) for item in itertools.islice(items, 1)]
     while coming:
-        ready = [lane.arrived(coming.pop().result())]
+        ready = [lane.arrived(_result(coming.pop()))]
         coming += [submit(item) for item in itertools.islice(items, 1)]
         yield ready.pop()  # not held on to: two batches are on the device, the one that is worked on and the next
+
+
+def _result(future: Future):
+    """What was loaded; one sentence where the device has no room for two batches."""
+    try:
+        return future.result()
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise KvlibError(
+            "memory ran out while the next stored batch was loaded, expected room for two of them: lower evaluation.batch_prompts or "
+            "training.prompts_per_step"
+        ) from error
 
 
 class _Lane:

@@ -49,12 +49,14 @@ FILES = [
     *(f"{stage}/{file}" for stage in STAGES for file in ("summary.json", "made.json")),
     *(f"{stage}/{file}" for stage in ("screening", "confirmation")
       for file in ("windows-*/windows.json", "windows-*/source.bin", "windows-*/target.bin", "windows-*/hidden.bin",
-                   "windows-*/scale.json", "prompts-*/prompts-*-source.safetensors", "prompts-*/prompts-*-native.safetensors", "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json",
+                   "windows-*/scale.json", "prompts-*/prompts-*-source.safetensors", "prompts-*/prompts-*-native.safetensors",
+                   "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json",
                    "arms/*/curve.parquet", "arms/*/scored-*.json", "arms/*/step-*.safetensors")),
     "screening/curves.parquet", "screening/grid.parquet", "confirmation/manifest.json",
     *(f"confirmation/{name}.safetensors" for name in ("learned", "ridge", "wrong_trained")),
     *(f"frozen_evaluation/{file}"
-      for file in ("work-*/opening.json", "work-*/prompts-*-source.safetensors", "work-*/prompts-*-native.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet",
+      for file in ("work-*/opening.json", "work-*/prompts-*-source.safetensors", "work-*/prompts-*-native.safetensors",
+                   "work-*/steps-*.parquet", "work-*/controls-*.parquet",
                    "prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl")),
     *(f"latency/{file}"
       for file in ("parts/[0-9]*.parquet", "parts/breakdown-*.parquet", "parts/pipeline-*.parquet", "raw.parquet",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_study import whole  # noqa: F401 - a finished run
 
+from kvlib.cache import prefill
 from kvlib.study import evaluation, models, pairing, screening
 from kvlib.study.evidence import run_evidence
 from kvlib.study.records import read_json, read_table, write_json
@@ -54,6 +55,14 @@ def test_in_two_number_formats_the_target_is_there_twice_and_the_source_never_be
     run_pair(run)
     run_screening(run)
     assert {tuple(alive) for alive in watch.seen} == {("source",), ("target",), ("target", "target")}
+    # Loaded in the other format, not converted to it: a conversion rounds the rotary frequencies too, and at later
+    # positions the windows' keys would be turned otherwise than those of the prompts.
+    pair = read_json(run.stage("pair") / "summary.json")
+    store = screening.prepare(run, "screen", pair, screening.Progress("test", 1), filled=True)[0].store
+    model = models.OneModel(run).get("source", torch.bfloat16)
+    keys = prefill(model, store.windows[:4]).keys
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert all(torch.equal(store.source[:4, n, 0], layer.float()) for n, layer in enumerate(keys))
 
 
 def test_a_worker_finds_the_caches_and_loads_the_target_alone(whole, tmp_path, monkeypatch):  # noqa: F811

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from tiny import tokens
+from tiny import refused, tokens
 
 from kvlib.divergence import Reference
 from kvlib.streaming import ahead, moved
@@ -64,3 +64,14 @@ def test_every_tensor_of_a_batch_is_moved():
     reference = Reference(tokens(1, 2), tokens(1, 2), torch.ones(1, 2, 3))
     whole = moved([7, {"oracle": reference, "steps": 2}], torch.device("meta"))[1]["oracle"]
     assert all(t.device.type == "meta" for t in (whole.inputs, whole.forced, whole.hidden))
+
+
+def test_no_room_for_a_second_batch_is_one_sentence():
+    def load(number):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def read():
+        with ahead(range(2), load, CPU, thread=True) as stream:
+            next(stream)
+
+    refused(read, match="lower evaluation.batch_prompts or training.prompts_per_step")
