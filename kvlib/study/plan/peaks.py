@@ -83,7 +83,7 @@ def _training_peaks(bench: Bench) -> list[Peak]:
             memory.training(
                 target, bench.micro_batch, bench.longest_cut, prompt.forced_steps, bench.parameters(arm),
                 features=0 if arm.absorbable else bench.features(arm), again=profile.training.checkpoint_activations,
-                ahead=1, on_cpu=bench.on_cpu,
+                on_their_way=0 if bench.on_cpu else 2 * bench.step_prompts, on_cpu=bench.on_cpu,
             )
             for arm in bench.arms
         ),
