@@ -23,13 +23,13 @@ from kvlib.training import Batch, Frozen, forced_kl
 
 WITHIN = 0.10
 SHAPES = {
-    "wide MLP, large vocabulary": dict(
-        hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=2, head_dim=48, vocab_size=3000,
-        num_hidden_layers=4,
-    ),
-    "wide attention, small vocabulary": dict(
-        hidden_size=192, intermediate_size=256, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=500,
-    ),
+    "wide MLP, large vocabulary": {
+        "hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 48, "vocab_size": 3000,
+        "num_hidden_layers": 4,
+    },
+    "wide attention, small vocabulary": {
+        "hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 500,
+    },
 }  # fmt: skip
 B, T, S = 4, 96, 16
 RANK = 4
@@ -106,10 +106,10 @@ def test_peak_memory_is_what_is_alive_at_the_worst_moment(model):
 def test_weights_weigh_what_the_model_weighs(dtype):
     made = [tiny_llama(**settings) for settings in SHAPES.values()]
     made.append(tiny_llama(tie_word_embeddings=True))
-    settings = dict(
-        vocab_size=101, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+    settings = {
+        "vocab_size": 101, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
     made += [
         Qwen2ForCausalLM(Qwen2Config(**settings)),
         Qwen3ForCausalLM(Qwen3Config(**settings, head_dim=16)),

@@ -95,21 +95,21 @@ def training(
     """A step of `kvlib.training.train` through the frozen target, over one padded micro-batch.
 
     parameters: of the map. features: numbers that the map makes of each cached one and keeps for backward: none where
-    attention absorbs it, one where it cannot, two for a quadratic map; the corrected cache is then there as well. again:
-    activations are computed again, layer by layer. on_their_way: prompts whose caches are on the device unpadded, those of
-    the step and of the next one. on_cpu: the head's softmax goes over a few rows at a time.
+    attention absorbs it, one where it cannot, two for a quadratic map; until the last layer is read, the cache is then
+    there as it was and corrected. again: activations are computed again, layer by layer. on_their_way: prompts whose caches
+    are on the device unpadded, those of the step and of the next one. on_cpu: the head's softmax goes over a few rows at a
+    time.
     """
     s, rows, size = runner.shape, batch * steps, runner.size
     # every prompt gets the map's matrices of its own, or there would be no one product over all heads of all prompts
     layer = rows * kept_per_row(runner, cached, steps) + batch * parameters / s.layers * size
-    corrected = s.cache_bytes(batch, cached, runner.dtype) if features else 0
-    made = features * s.cache_bytes(batch, cached, "float32") + corrected
-    kept, layers = layer * s.layers + made, s.layers
-    if again:
-        kept = (layer + made / layers) + layers * rows * s.hidden * size
+    made = features * s.cache_bytes(batch, cached, "float32")
+    kept = (layer + made / s.layers) + s.layers * rows * s.hidden * size if again else s.layers * layer + made
     logits = rows * s.vocabulary * FLOAT32 * (2 + 3 * (min(rows, KL_ROWS) / rows if on_cpu else 1))
     at_the_head = rows * 2 * s.hidden * size
     in_attention = 2 * scores_numbers(runner, batch, cached, steps) * size - rows * 3 * s.mlp * size
+    if features:
+        in_attention += s.cache_bytes(batch, cached, runner.dtype)
     return Peak(
         "training",
         s.weight_bytes(runner.dtype) + s.head * FLOAT32,
