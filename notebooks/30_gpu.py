@@ -18,10 +18,7 @@ profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to su
 run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
 planned = "paper"  # the profile that is planned on this page
-cards = [
-    "h100",
-    "4090",
-]  # the cards it is planned for, as data/devices.yaml names them; the study's own first
+cards = ["h100", "4090"]  # which cards for, by their names in data/devices.yaml; the study's own first
 
 # %% tags=["hide-input"]
 from kvlib.report import tables

@@ -120,7 +120,9 @@ def measured_device(kind: str, assumed: dict) -> Device:
     speeds = {dtype: share * _product_flops(kind, dtype) for dtype in (torch.bfloat16, torch.float32)}
     bandwidth = share * 1e9 * memory_bandwidth_gb_s(kind, size_bytes=PROBE_BYTES, repetitions=3)
     total = _host_memory() if on_cpu else torch.cuda.get_device_properties(0).total_memory
-    name = f"{torch.get_num_threads()} threads of this processor" if on_cpu else torch.cuda.get_device_name(0)
+    threads = torch.get_num_threads()
+    cores = f"{threads} thread{'s' if threads > 1 else ''} of this processor"
+    name = cores if on_cpu else torch.cuda.get_device_name(0)
     return Device(
         name, speeds[torch.bfloat16], speeds[torch.float32], bandwidth, total, math.inf if on_cpu else 25e9 * share,
         assumed["disk"] * 1e9, 0.0 if on_cpu else assumed["layer_ms"] / 1e3, _reserved(total, assumed),
