@@ -48,18 +48,18 @@ glue_facts(plan_facts(plans))
 # %% [markdown]
 # ## The commands
 #
-# ```bash
-# python -m kvlib plan paper            # what it will take on the card that is found; refuses what cannot fit
-# python -m kvlib fetch --profile paper # models and texts, before the clock of anything starts
-# python -m kvlib run --profile paper   # all stages, then the book; after a stop the same command goes on from there
-# python -m kvlib status paper          # what is done, how long it took, what is left
-# python -m kvlib evidence paper        # more questions to the frozen map, then the book again
-# python -m kvlib verify paper          # recompute every published number from the records
-# ```
+# | command | what it does |
+# |---|---|
+# | `python -m kvlib plan paper` | says what the run will take on the card that is found, and refuses what cannot fit |
+# | `python -m kvlib fetch --profile paper` | downloads models and texts |
+# | `python -m kvlib run --profile paper` | all stages, then the book; after any stop the same command goes on from there |
+# | `python -m kvlib status paper` | what is done, how long it took, what is left |
+# | `python -m kvlib evidence paper` | asks more of the frozen map, then builds the book again |
+# | `python -m kvlib verify paper` | recomputes every published number from the records |
 #
-# `plan` answers “what if” without changing anything: `--device` names a card that is not here, and `-p` a value of
-# the profile, as in `python -m kvlib plan paper --device 4090 -p training.micro_batch 2`. The same `-p` stays with a run
-# when it is given to its notebook; a profile file of your own with other values is the lasting way.
+# `plan` answers “what if” without changing anything: `--device` names a card that is not here, and `-p` gives a key of
+# the profile another value, as in `python -m kvlib plan paper --device 4090 -p training.micro_batch 2`. To run with
+# such a value, write a profile of a few lines that `extends` this one and give its path.
 
 # %% [markdown]
 # ## The plan
@@ -76,14 +76,18 @@ show_tables(
     {f"{plan.profile.label}, on {plan.device.name}.": tables.plan_stages(plan) for plan in plans.values()}
 )
 show_table(
+    tables.plan_memory(plans[cards[0]]),
+    "The worst moment of each stage, in GiB: what is in the card's memory then, and for what.",
+)
+show_table(
     tables.plan_downloads(plans[cards[0]]),
     "What is downloaded, where it is not there yet. Texts are read in part.",
 )
 
 # %% [markdown]
 # *Operations* are floating-point operations of matrix products, in powers of a thousand (T, P). *Device memory* is the
-# worst moment of a stage, and what it is: the weights that must be there at that moment, caches in flight,
-# activations, logits, the optimiser. No stage but the last holds both models: the source passes over all text first,
+# worst moment of a stage: the weights that must be there then, caches in flight, activations, logits, and what the
+# optimiser keeps. No stage but the last holds both models: the source passes over all text first,
 # then the target. In the last stage both are there, because that is what is timed.
 #
 # A smaller card takes fewer prompts at a time, at the same result: `training.micro_batch` sets how many go through

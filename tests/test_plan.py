@@ -13,6 +13,8 @@ from tiny import is_one_sentence, refused, tiny_llama, tokens
 from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
 from kvlib.maps import ResidualMap, RidgeMap, save_map
+from kvlib.report import tables
+from kvlib.report.prose import plan_facts
 from kvlib.study.plan import device_for, device_named, make_plan, plan_run, shape_of
 from kvlib.study.plan.bench import Bench
 from kvlib.study.plan.devices import device_names, measured_device
@@ -321,3 +323,22 @@ def test_what_is_done_is_said_and_not_counted(kvlib, tmp_path):
 def test_a_plan_begins_no_run(kvlib, tmp_path):
     kvlib("plan", "smoke", "--device", "h100")
     assert not (tmp_path / "results").exists()
+
+
+# --- the page
+
+
+def test_the_page_names_every_card_and_every_stage(study):
+    plans = {name: planned(study, name) for name in ("h100", "4090")}
+    facts = plan_facts(plans)
+    assert all(plan.verdict[1:] in facts["verdicts"] for plan in plans.values())
+    cards = tables.plan_cards(plans)
+    assert cards["name"].tolist() == ["h100", "4090"] and cards["fits"].tolist() == ["yes", "not as it is"]
+    for plan in plans.values():
+        assert len(tables.plan_stages(plan)) == len(STAGES) + 1
+        memory = tables.plan_memory(plan)
+        peaks = [stage.peak.total / GIB for stage in plan.stages]
+        assert memory.drop(columns=["notebook", "moment"]).sum(axis=1).tolist() == pytest.approx(
+            peaks, abs=0.05
+        )
+    assert tables.plan_downloads(plans["h100"])["download"].tolist()[:2] == [LLAMA, MINITRON]

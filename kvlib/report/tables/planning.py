@@ -6,12 +6,23 @@ from kvlib.report import wording
 from kvlib.study.plan import Plan
 from kvlib.study.plan.devices import GIB
 from kvlib.study.plan.rows import STAGE_COLUMNS, size, stage_rows
+from kvlib.study.run import NOTEBOOKS
 
 
 def plan_stages(plan: Plan) -> pd.DataFrame:
     """A row per stage, the sum last; what is done already is left out, since a page is for any machine."""
-    table = pd.DataFrame(stage_rows(plan), columns=STAGE_COLUMNS)
-    return table.drop(columns="state")
+    table = pd.DataFrame(stage_rows(plan), columns=STAGE_COLUMNS).drop(columns="state")
+    return table.replace(" ", wording.SPACE, regex=True)
+
+
+def plan_memory(plan: Plan) -> pd.DataFrame:
+    """Each stage's worst moment by what the memory is for, in GiB."""
+    parts = ("weights", "caches", "activations", "logits", "optimiser")
+    rows = [
+        (NOTEBOOKS[s.stage], s.peak.phase, *(round(getattr(s.peak, part) / GIB, 2) for part in parts))
+        for s in plan.stages
+    ]
+    return pd.DataFrame(rows, columns=["notebook", "moment", *parts])
 
 
 def plan_downloads(plan: Plan) -> pd.DataFrame:
