@@ -17,7 +17,7 @@ from kvlib.report import tables
 from kvlib.report.prose import plan_facts
 from kvlib.study.plan import device_for, device_named, make_plan, plan_run, shape_of
 from kvlib.study.plan.bench import Bench
-from kvlib.study.plan.devices import device_names, measured_device
+from kvlib.study.plan.devices import GIB, device_names, measured_device
 from kvlib.study.plan.operations import Cost
 from kvlib.study.plan.shapes import known_shapes
 from kvlib.study.plan.storage import checkpoint_bytes, is_cached, prompts_bytes, ridge_bytes, windows_bytes

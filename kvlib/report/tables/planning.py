@@ -45,7 +45,7 @@ def plan_cards(plans: dict[str, Plan]) -> pd.DataFrame:
         for name, plan in plans.items()
     ]
     columns = [
-        "--device",
+        "name",
         "card",
         "memory",
         "needed at the worst moment",
