@@ -24,8 +24,8 @@ from kvlib.study.plan.storage import checkpoint_bytes, is_cached, prompts_bytes,
 from kvlib.study.profile import DATA, HubModel, load_profile, profile_names
 from kvlib.study.progress import Progress
 from kvlib.study.run import STAGES
+from kvlib.study.screening import PromptStore, WindowStore
 from kvlib.study.stages import open_run, run_pair
-from kvlib.study.store import PromptStore, WindowStore
 
 LLAMA, MINITRON = "meta-llama/Llama-3.1-8B", "nvidia/Llama-3.1-Minitron-4B-Width-Base"
 

@@ -104,12 +104,16 @@ def training(
     # every prompt gets the map's matrices of its own, or there would be no one product over all heads of all prompts
     layer = rows * kept_per_row(runner, cached, steps) + batch * parameters / s.layers * size
     made = features * s.cache_bytes(batch, cached, "float32")
-    kept = (layer + made / s.layers) + s.layers * rows * s.hidden * size if again else s.layers * layer + made
+    corrected = s.cache_bytes(batch, cached, runner.dtype) if features else 0
+    scores = 2 * scores_numbers(runner, batch, cached, steps) * size
     logits = rows * s.vocabulary * FLOAT32 * (2 + 3 * (min(rows, KL_ROWS) / rows if on_cpu else 1))
     at_the_head = rows * 2 * s.hidden * size
-    in_attention = 2 * scores_numbers(runner, batch, cached, steps) * size - rows * 3 * s.mlp * size
-    if features:
-        in_attention += s.cache_bytes(batch, cached, runner.dtype)
+    if again:  # what enters each layer and its new keys and values; then one layer at a time, when the logits are gone
+        kept = s.layers * rows * (s.hidden + 2 * s.kv_heads * s.head_dim) * size
+        in_attention = layer + scores + (made + corrected) / s.layers
+    else:
+        kept = s.layers * layer + made
+        in_attention = scores - rows * 3 * s.mlp * size + corrected
     return Peak(
         "training",
         s.weight_bytes(runner.dtype) + s.head * FLOAT32,

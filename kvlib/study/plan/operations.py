@@ -102,7 +102,8 @@ class Runner:
 
         Weights and prefixes are frozen, so that backward has one product where training them would have two: only the new
         positions' keys and values, and the map's matrices, get a second. What comes before layer 0's attention gets none.
-        again: the layers' forward pass once more (activation checkpointing).
+        again: the layers' forward pass once more (activation checkpointing), but for the MLP's last product, which backward
+        does not ask for.
         """
         s, rows = self.shape, batch * steps
         numbers = s.head_dim**2 if per_head is None else per_head
@@ -113,10 +114,11 @@ class Runner:
         applied = 4 * rows * s.heads * numbers * s.layers
         forward = products + prefix + new + applied
         backward = products - 2 * rows * s.qkv + prefix + new * (2 * s.layers - 1.5) / s.layers + 2 * applied
+        once_more = forward - 2 * rows * s.hidden * s.mlp * s.layers
         passes = 3 if again else 2
         weights = s.layer * s.layers * self.size + s.cache_bytes(batch, cached, self.dtype)
         body = self.flop(
-            forward * (2 if again else 1) + backward, read=passes * weights, layers=passes * s.layers
+            forward + backward + again * once_more, read=passes * weights, layers=passes * s.layers
         )
         return body + Cost(single=6 * rows * s.head, read=3 * s.head * SIZES["float32"])
 
