@@ -155,7 +155,7 @@ def _bench(profile: Profile, device: Device) -> Bench:
     if dtype == "auto" and not device.is_cpu:
         dtype = "bfloat16"  # every card of data/devices.yaml has it
     elif dtype == "auto":
-        dtype = str(training_dtype("auto")).removeprefix("torch.")
+        dtype = str(training_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
     return Bench.of(profile, dtype, device.is_cpu)
 
 
