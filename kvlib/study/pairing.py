@@ -21,7 +21,8 @@ from kvlib.study.corpus import (
     save_articles,
 )
 from kvlib.study.decision import decision_rule_hash
-from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
+from kvlib.study.describing import TEXTS, describe_corpus, describe_model, display_name, environment
+from kvlib.study.documents import read_texts
 from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import (
     cache_folder,
@@ -29,14 +30,24 @@ from kvlib.study.models import (
     load_pair_model,
     load_pair_tokenizer,
     make_target,
+    pin_revisions,
     save_folder,
 )
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
-from kvlib.study.profile import HubModel, Partition, Profile, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.profile import (
+    DatasetCorpus,
+    HubModel,
+    Partition,
+    Profile,
+    PrunedModel,
+    RandomModel,
+    WikipediaCorpus,
+)
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
-from kvlib.study.run import Run, training_dtype
+from kvlib.study.room import check_device
+from kvlib.study.run import Run, home, training_dtype
 
 PRUNING_COST = ("seconds", "peak_bytes")
 
@@ -52,16 +63,20 @@ def run_pair(run: Run) -> dict:
         _clear(folder)
         write_json(stale, {"key": run.key("pair")})
     progress = Progress("pair", 100)
+    check_device(profile.device, profile.pair.dtype)
+    revisions = pin_revisions(run)
+    if isinstance(profile.pair.target, HubModel):
+        check_lengths(run)  # before any text or weights are fetched for a model that could not read so far
     articles, tokenizer = corpus_of(run)
     progress.advance(4, "text read")
     make_target(run, tokenizer)
     progress.advance(6, "target ready")
     tokenizer = load_pair_tokenizer(run)
-    check_lengths(run, load_pair_config(run, "target"))  # before text is looked for that no model could read
+    check_lengths(run)  # before text is looked for that no model could read
     partitions = partitions_of(run, articles, tokenizer)
     pruning = make_source(run, partitions, tokenizer, progress, units=70)
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
-    check_compatible(target, source, tokenizer, tokenizer)
+    check_compatible(target, source, tokenizer, load_pair_tokenizer(run, "source"))
     progress.advance(4, "models loaded and compared")
     tokens = partitions.tokens("screen_validate", tokenizer)
     settings = profile.evaluation
@@ -81,6 +96,7 @@ def run_pair(run: Run) -> dict:
     }
     summary = {
         **described,
+        "revisions": {role: revisions[role] for role in ("target", "source")},
         "pruning": without_cost(pruning),
         "held_out_nll": {**losses, "tokens": int(tokens[:, 1:].numel())},
         "gate": worst(passed),
@@ -112,6 +128,9 @@ def corpus_of(run: Run) -> tuple[list[Article], object]:
     else:
         if isinstance(corpus, WikipediaCorpus):
             articles = read_wikipedia_dump(fetch(corpus.asset, cache_folder()), corpus.min_characters)
+        elif isinstance(corpus, DatasetCorpus):
+            articles, read = read_texts(corpus, pin_revisions(run)["texts"], home())
+            write_json(run.stage("pair") / TEXTS, read)
         else:
             articles = generated_articles(corpus.articles, corpus.sentences, run.profile.seed)
         save_articles(articles, folder)
@@ -143,9 +162,11 @@ def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
         "screen_validate": ("prompts", prompt_tokens),
         "confirm_validate": ("prompts", prompt_tokens),
     }
+    parts = {name: (getattr(wanted, name), *size) for name, size in sizes.items()}
     return {
-        name: PartitionRequest(kind, getattr(wanted, name).articles, getattr(wanted, name).items, tokens)
-        for name, (kind, tokens) in sizes.items()
+        name: PartitionRequest(kind, part.articles, part.items, tokens, part.text)
+        for name, (part, kind, tokens) in parts.items()
+        if part is not None
     }
 
 
@@ -227,22 +248,27 @@ def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress,
     return record
 
 
-def check_lengths(run: Run, config) -> None:
+def check_lengths(run: Run) -> None:
     """Raises KvlibError when the profile asks for more positions or a higher rank than the pair has."""
-    profile, limit = run.profile, config.max_position_embeddings
+    profile = run.profile
     asked = {
         "prompt.prefix_tokens + prompt.forced_steps": profile.prompt.prefix_tokens
         + profile.prompt.forced_steps,
         "partitions.window_tokens": profile.partitions.window_tokens,
         "the longest of latency.prefix_tokens": max(profile.latency.prefix_tokens),
     }
-    for what, count in asked.items():
-        if count > limit:
+    # A pruned source has the target's positions, and there is no configuration of it yet.
+    roles = ("target", "source") if isinstance(profile.pair.source, HubModel) else ("target",)
+    for role in roles:
+        config = load_pair_config(run, role)
+        limit = config.max_position_embeddings
+        for what, count in asked.items():
+            if count > limit:
+                raise KvlibError(
+                    f"{what} is {count}, the {role} has {limit} positions: lower it to {limit} at most"
+                )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if max(profile.screening.ranks) > head_dim:
             raise KvlibError(
-                f"{what} is {count}, the model has {limit} positions: lower it to {limit} at most"
+                f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"
             )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if max(profile.screening.ranks) > head_dim:
-        raise KvlibError(
-            f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"
-        )
