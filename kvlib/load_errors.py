@@ -79,7 +79,8 @@ def load_error(error: BaseException, place, expected: str, remedy: str = "") -> 
             f"{place} is not on this disk as a whole, expected {expected}: run again with a network, {by_hand}"
         )
     after = f"; {remedy}" if remedy else ""
-    return KvlibError(f"{place} given, expected {expected}: {first_line(error)}{after}")
+    said = first_line(error).rstrip(".").replace(". ", "; ")
+    return KvlibError(f"{place} given, expected {expected}: {said}{after}")
 
 
 def _no_access(chain: list[BaseException], place, gated: str, by_hand: str) -> str:

@@ -38,7 +38,6 @@ from kvlib.study.planning import PartitionRequest, plan_partitions
 from kvlib.study.profile import (
     DatasetCorpus,
     HubModel,
-    Partition,
     Profile,
     PrunedModel,
     RandomModel,
@@ -151,6 +150,7 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
 def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
     """What is asked of `plan_partitions`, in the order in which the manifest lists it."""
     wanted, prompt = profile.partitions, profile.prompt
+    unused = () if isinstance(profile.pair.source, PrunedModel) else ("build",)
     prompt_tokens = prompt.prefix_tokens + prompt.forced_steps
     longest = max(profile.latency.prefix_tokens)
     sizes = {
@@ -166,7 +166,7 @@ def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
     return {
         name: PartitionRequest(kind, part.articles, part.items, tokens, part.text)
         for name, (part, kind, tokens) in parts.items()
-        if part is not None
+        if name not in unused
     }
 
 
@@ -183,9 +183,7 @@ def load_partitions(run: Run) -> Partitions:
 def _listed(run: Run, articles: list[Article]) -> Partitions:
     path = run.stage("pair") / "partitions.json"
     partitions = Partitions.from_manifest(read_json(path), articles)
-    missing = {name for name, part in run.profile.partitions if isinstance(part, Partition)} - set(
-        partitions.parts
-    )
+    missing = partition_requests(run.profile).keys() - partitions.parts.keys()
     if missing:
         raise KvlibError(
             f"{path} lists no partition {min(missing)!r}, expected all of the profile's: delete {path.parent} and run its stage again"

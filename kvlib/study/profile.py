@@ -56,7 +56,7 @@ class Partition(Strict):
 
 
 class Partitions(Strict):
-    """build: what the source is pruned on; left out where nothing is pruned."""
+    """build: what the source is pruned on; not drawn, and best left out, where nothing is pruned."""
 
     window_tokens: Annotated[int, Field(ge=2)]
     build: Partition | None = None
@@ -163,13 +163,8 @@ class Profile(Strict):
 
     @model_validator(mode="after")
     def _texts(self):
-        pruned = isinstance(self.pair.source, PrunedModel)
-        if pruned != (self.partitions.build is not None):
-            raise ValueError(
-                "partitions.build is missing, but pair.source is pruned on it: add it"
-                if pruned
-                else "partitions.build is given, but pair.source is loaded and nothing is pruned: remove it"
-            )
+        if isinstance(self.pair.source, PrunedModel) and self.partitions.build is None:
+            raise ValueError("partitions.build is missing, but pair.source is pruned on it: add it")
         known = list(self.corpus.texts) if isinstance(self.corpus, DatasetCorpus) else [None]
         for name, part in self.partitions:
             if isinstance(part, Partition) and part.text not in known:

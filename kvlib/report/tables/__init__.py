@@ -12,6 +12,7 @@ from kvlib.report.tables.making import (
     models,
     partitions,
     read_layers,
+    texts,
 )
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
@@ -56,6 +57,7 @@ __all__ = [
     "step_parts",
     "steps",
     "targets",
+    "texts",
     "to_html",
     "unfold",
     "worst",
