@@ -37,6 +37,10 @@ def load_error(error: BaseException, place, expected: str, remedy: str = "") -> 
     gated, by_hand = HUB + str(place), "or name a local folder that holds it"
     if "GatedRepoError" in names:
         return KvlibError(_no_access(chain, place, gated, by_hand))
+    if "HFValidationError" in names:
+        return KvlibError(
+            f"{place} given, expected {expected}: there is no such folder and no hub id looks like this, so correct it"
+        )
     if "LocalTokenNotFoundError" in names:
         return KvlibError(
             f"{place} was asked for and there is no access token, expected one: run `hf auth login` or set HF_TOKEN, {by_hand}"

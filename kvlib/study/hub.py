@@ -53,13 +53,18 @@ def commit_of(place: str, revision: str | None, kind: Kind = "model") -> str:
 
 
 def _cached_commit(place: str, revision: str | None, kind: Kind) -> str | None:
-    """The commit that a branch had when it was last fetched into the cache."""
+    """The commit that a branch had when it was last fetched into the cache, or the only one that is there."""
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{place.replace('/', '--')}"
     name = revision or "main"
     reference = folder / "refs" / name
     if reference.is_file():
         name = reference.read_text("utf-8").strip()
-    return name if (folder / "snapshots" / name).is_dir() else None
+    there = [path.name for path in (folder / "snapshots").glob("*")]
+    if (
+        revision is None and name not in there and len(there) == 1
+    ):  # fetched by its commit, which moves no branch
+        return there[0]
+    return name if name in there else None
 
 
 def snapshot(place: str, commit: str) -> Path:

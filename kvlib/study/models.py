@@ -1,6 +1,7 @@
 """The models of a run: made once in the pair stage, loaded from its folder afterwards."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from kvlib.pair import fingerprint, load_model, load_tokenizer
 from kvlib.study.assets import fetch
 from kvlib.study.folders import check_folder, write_folder
 from kvlib.study.hub import check_files, commit_of, local_folder, snapshot
-from kvlib.study.profile import DatasetCorpus, GgufModel, HubModel, RandomModel
+from kvlib.study.profile import DatasetCorpus, GgufModel, HubModel, Pair, RandomModel
 from kvlib.study.records import read_record, write_json
 from kvlib.study.room import check_memory
 from kvlib.study.run import Run, home
@@ -44,6 +45,23 @@ def pin_revisions(run: Run) -> dict:
         }
         write_json(path, found)
     return read_record(path, "target", "source", "texts")
+
+
+def fetch_models(pair: Pair, folder: Path, say: Callable[[str], None]) -> list[str]:
+    """Download the pair's hub models where the cache lacks them, with the hub client's own bars; the ids, of both or none.
+
+    Args:
+        folder: of the run's pair stage, whose commits are taken where it has begun.
+    """
+    pinned = read_record(folder / REVISIONS) if (folder / REVISIONS).exists() else {}
+    ids = []
+    for role in ("target", "source"):
+        model = getattr(pair, role)
+        if on_hub(model):
+            commit = pinned.get(role) or commit_of(model.id, model.revision)
+            say(f"{role}: {model.id} at commit {commit[:12]}, in {snapshot(model.id, commit)}")
+            ids.append(model.id)
+    return ids
 
 
 def on_hub(model) -> bool:

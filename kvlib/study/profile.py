@@ -31,6 +31,7 @@ __all__ = [
     "GeneratedCorpus",
     "GgufModel",
     "HubModel",
+    "Pair",
     "Partition",
     "Profile",
     "PrunedModel",
