@@ -172,6 +172,17 @@ def test_a_run_keeps_the_commits_that_it_began_with(opened, monkeypatch):
     assert models.address_of(run, "target") == (ID, COMMIT)
 
 
+def test_commits_that_were_lost_come_back_from_the_stages_summary(opened, monkeypatch):
+    run = opened()
+    run_pair(run)
+    record = run.stage("pair") / "revisions.json"
+    before = record.read_bytes()
+    record.unlink()
+    monkeypatch.setattr(models, "commit_of", lambda *_: pytest.fail("asked the hub again"))
+    models.pin_revisions(run)
+    assert record.read_bytes() == before
+
+
 def test_every_load_asks_for_the_kept_commit(opened, pair, monkeypatch):
     run = opened(**{"pair.target.id": ID})
     monkeypatch.setattr(models, "commit_of", lambda *_: COMMIT)

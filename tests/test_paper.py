@@ -96,6 +96,15 @@ def test_the_small_profile_differs_in_sizes_counts_and_places_only(tmp_path, tex
     )
 
 
+def test_the_page_on_another_pair_shows_a_profile_that_is_shipped_and_one_that_is_valid(tmp_path):
+    shown = re.findall(r"(?s)```yaml\n(.*?)```", (ROOT / "book" / "another_pair.md").read_text())
+    assert yaml.safe_load(shown[0]) == yaml.safe_load((ROOT / "data" / "profiles" / "qwen3.yaml").read_text())
+    for content in shown:
+        path = tmp_path / "shown.yaml"
+        path.write_text(content)
+        assert load_profile(str(path)).pair.target.kind == "hub"
+
+
 def test_the_papers_counts_are_the_studys():
     profile = load_profile("paper")
     study = yaml.safe_load((ROOT / "data" / "published.yaml").read_text())["protocol"]

@@ -33,18 +33,31 @@ def pin_revisions(run: Run) -> dict:
     """
     path = run.stage("pair") / REVISIONS
     if not path.exists():
-        pair, corpus = run.profile.pair, run.profile.corpus
-        texts = corpus.texts if isinstance(corpus, DatasetCorpus) else {}
-        found = {
-            role: commit_of(model.id, model.revision) if on_hub(model) else None
-            for role, model in (("target", pair.target), ("source", pair.source))
-        }
-        found["texts"] = {
-            name: None if local_folder(text.id, home()) else commit_of(text.id, text.revision, "dataset")
-            for name, text in texts.items()
-        }
+        summary = run.finished("pair")  # lost, not new: the stage's summary has them too
+        found = _recorded(summary) if summary else _resolved(run)
         write_json(path, found)
     return read_record(path, "target", "source", "texts")
+
+
+def _recorded(summary: dict) -> dict:
+    return {
+        **summary["revisions"],
+        "texts": {text["text"]: text["revision"] for text in summary["corpus"]["texts"]},
+    }
+
+
+def _resolved(run: Run) -> dict:
+    pair, corpus = run.profile.pair, run.profile.corpus
+    texts = corpus.texts if isinstance(corpus, DatasetCorpus) else {}
+    found = {
+        role: commit_of(model.id, model.revision) if on_hub(model) else None
+        for role, model in (("target", pair.target), ("source", pair.source))
+    }
+    found["texts"] = {
+        name: None if local_folder(text.id, home()) else commit_of(text.id, text.revision, "dataset")
+        for name, text in texts.items()
+    }
+    return found
 
 
 def fetch_models(pair: Pair, folder: Path, say: Callable[[str], None]) -> list[str]:
