@@ -1,122 +1,23 @@
-"""The errors of the first evening, each in one sentence, and revisions that stay what they were."""
+"""Revisions of hub models and data sets: resolved once, kept, asked for at every load."""
 
-import errno
-import importlib
-import json
 import shutil
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-import torch
-from huggingface_hub import errors
 
-from kvlib import KvlibError
-from kvlib.load_errors import load_error
-from kvlib.pair import load_model, load_tokenizer
-from kvlib.study import hub, models, room
-from kvlib.study.pairing import check_lengths, run_pair
-from kvlib.study.run import Run
-from tests.standins import (
-    byte_tokenizer,
-    config_of,
-    save_fineweb,
-    save_model,
-    save_pair,
-    save_profile,
-    save_wikitext,
-    texts_of,
-)
-from tests.tiny import is_one_sentence, refused
+from kvlib.pair import load_tokenizer
+from kvlib.study import hub, models
+from kvlib.study.pairing import run_pair
+from tests.standins import config_of, save_model
+from tests.tiny import refused
 
+pytest_plugins = ["tests.hub_fixtures"]
 ID, COMMIT, OTHER = "meta-llama/Llama-3.1-8B", "a" * 40, "b" * 40
 
 
-class Answer(SimpleNamespace):
-    """As much of an HTTP response as the hub's client looks at."""
-
-    headers: dict = {}
-    request = SimpleNamespace(method="GET", url="https://huggingface.co")
-
-
-def refusal(kind: type, status: int) -> Exception:
-    return kind("what the hub says\nand advice", response=Answer(status_code=status))
-
-
-@pytest.fixture
-def pair(tmp_path):
-    wikitext = save_wikitext(tmp_path / "wikitext", {"train": 40, "test": 10})
-    return SimpleNamespace(
-        home=tmp_path,
-        wikitext=wikitext,
-        fineweb=save_fineweb(tmp_path / "fineweb", 8),
-        places=save_pair(tmp_path / "models", "llama", texts_of(wikitext)),
-    )
-
-
-@pytest.fixture
-def opened(pair, monkeypatch):
-    """Opens a run of the small paper profile, with other places and overrides."""
-    monkeypatch.setenv("KVLIB_HOME", str(pair.home))
-
-    def open_run(places: dict | None = None, name: str = "run", **overrides) -> Run:
-        profile = save_profile(pair.home, "paper", places or pair.places, pair.wikitext, pair.fineweb)
-        return Run.open(str(profile), name, results=pair.home, overrides=overrides)
-
-    return open_run
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache of the hub's client."""
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (refusal(errors.GatedRepoError, 401), f"{ID} is gated and no valid access token.*hf auth login"),
-        (
-            refusal(errors.GatedRepoError, 403),
-            f"{ID} is gated and your account has no access.*ask for access",
-        ),
-        (errors.LocalTokenNotFoundError("Token is required"), "there is no access token.*HF_TOKEN"),
-        (refusal(errors.RepositoryNotFoundError, 401), "shows none of this name.*spelling"),
-        (refusal(errors.RevisionNotFoundError, 404), "no such revision"),
-        (errors.OfflineModeIsEnabled("Cannot reach"), "HF_HUB_OFFLINE is set"),
-        (ConnectionError("Max retries exceeded"), "no network"),
-        (TimeoutError("timed out"), "no network"),
-        (errors.LocalEntryNotFoundError("not on the disk"), "not on this disk as a whole"),
-        (OSError(errno.ENOSPC, "No space left on device"), "no room on the disk.*HF_HOME"),
-        (refusal(errors.HfHubHTTPError, 503), "the hub refused.*run again later"),
-        (MemoryError(), "do not fit into memory"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "do not fit into memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "do not fit into memory"),
-        (ValueError("Unrecognized model\nShould have a key"), "given, expected a model: Unrecognized model"),
-    ],
-)
-def test_what_a_library_raises_becomes_one_sentence(error, said):
-    refused(lambda: (_ for _ in ()).throw(load_error(error, ID, "a model")), match=said)
-    wrapped = OSError("There was a problem when trying to load")
-    wrapped.__cause__ = error
-    if not isinstance(error, (ValueError, MemoryError, RuntimeError)):
-        refused(lambda: (_ for _ in ()).throw(load_error(wrapped, ID, "a model")), match=said)
-
-
-def test_the_http_librarys_own_failure_is_no_network():
-    # Which HTTP library the client uses differs from version to version.
-    library = importlib.import_module(errors.HTTPError.__module__.split(".")[0])
-    assert "no network" in str(load_error(library.ConnectError("no route"), ID, "a model"))
-
-
-def test_offline_with_nothing_cached_says_so(cache):
-    refused(lambda: hub.commit_of(ID, None), match=f"{ID} is not on this disk and HF_HUB_OFFLINE is set")
-    refused(lambda: hub.snapshot(ID, COMMIT), match=f"{ID} is not on this disk and HF_HUB_OFFLINE is set")
-
-
-def test_offline_a_branch_is_the_commit_that_it_was_when_it_was_fetched(cache):
-    folder = cache / "models--meta-llama--Llama-3.1-8B"
+def test_offline_a_branch_is_the_commit_that_it_was_when_it_was_fetched(hub_cache):
+    folder = hub_cache / "models--meta-llama--Llama-3.1-8B"
     (folder / "snapshots" / COMMIT).mkdir(parents=True)
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text(COMMIT)
@@ -144,12 +45,7 @@ def test_fetch_downloads_both_models_before_anything_runs(kvlib, monkeypatch, tm
     ]  # fmt: skip
 
 
-def test_the_command_line_says_what_is_missing_in_one_line_and_status_2(kvlib, cache):
-    status, _, said = kvlib("run", "--profile", "paper")
-    assert status == 2 and "meta-llama/Llama-3.1-8B is not on this disk and HF_HUB_OFFLINE is set" in said
-
-
-def test_a_run_keeps_the_commits_that_it_began_with(opened, monkeypatch):
+def test_a_run_keeps_the_commits_that_it_began_with(small_run, monkeypatch):
     asked = []
 
     def info(self, place, *, revision, repo_type):
@@ -162,7 +58,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(opened, monkeypatch):
         "pair.target.revision": "v2",
         "corpus.texts.web.id": "HuggingFaceFW/fineweb",
     }
-    run = opened(**ids)
+    run = small_run(**ids)
     first = models.pin_revisions(run)
     assert first["target"] == COMMIT and first["source"] is None
     assert first["texts"] == {"test": None, "train": None, "web": COMMIT}
@@ -172,8 +68,8 @@ def test_a_run_keeps_the_commits_that_it_began_with(opened, monkeypatch):
     assert models.address_of(run, "target") == (ID, COMMIT)
 
 
-def test_commits_that_were_lost_come_back_from_the_stages_summary(opened, monkeypatch):
-    run = opened()
+def test_commits_that_were_lost_come_back_from_the_stages_summary(small_run, monkeypatch):
+    run = small_run()
     run_pair(run)
     record = run.stage("pair") / "revisions.json"
     before = record.read_bytes()
@@ -183,14 +79,14 @@ def test_commits_that_were_lost_come_back_from_the_stages_summary(opened, monkey
     assert record.read_bytes() == before
 
 
-def test_every_load_asks_for_the_kept_commit(opened, pair, monkeypatch):
-    run = opened(**{"pair.target.id": ID})
+def test_every_load_asks_for_the_kept_commit(small_run, small_pair, monkeypatch):
+    run = small_run(**{"pair.target.id": ID})
     monkeypatch.setattr(models, "commit_of", lambda *_: COMMIT)
     asked = {}
 
     def downloaded(place, *, revision, **_):
         asked["snapshot"] = revision
-        return str(pair.places["target"])
+        return str(small_pair.places["target"])
 
     def tokenizer(place, *, revision):
         asked["tokenizer"] = place, revision
@@ -207,117 +103,9 @@ def test_every_load_asks_for_the_kept_commit(opened, pair, monkeypatch):
     assert asked == {"snapshot": COMMIT, "tokenizer": (ID, COMMIT), "config": (ID, COMMIT)}
 
 
-def test_a_partial_download_is_completed_or_named(pair, cache, monkeypatch):
-    whole, part = pair.places["target"], pair.home / "part"
-    shutil.copytree(whole, part)
-    last = sorted(part.glob("*.safetensors"))[-1]
-    last.unlink()
-
-    def downloaded(place, *, local_files_only=False, **_):
-        return str(part if local_files_only or not cache.exists() else whole)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", downloaded)
-    monkeypatch.setattr(hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(siblings=[]))
-    refused(lambda: hub.snapshot(ID, COMMIT), match=f"{ID}: {last.name} .* is missing.*download it again")
-    cache.mkdir()
-    assert hub.snapshot(ID, COMMIT) == whole
-
-
-def test_a_local_folder_with_a_missing_or_truncated_file_is_named(opened, pair):
-    run = opened()
-    first = sorted(pair.places["source"].glob("*.safetensors"))[0]
-    content = first.read_bytes()
-    first.write_bytes(content[:-64])
-    refused(lambda: models.load_pair_model(run, "source"), match=f"{first.name} .* is cut short")
-    first.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    refused(lambda: models.load_pair_model(run, "source"), match=f"{first.name} .* no safetensors file")
-    first.unlink()
-    refused(lambda: models.load_pair_model(run, "source"), match=f"{first.name} .* is missing")
-    first.write_bytes(content)
-    models.load_pair_model(run, "source")
-    (pair.places["source"] / "model.safetensors.index.json").write_text("{")
-    refused(lambda: models.load_pair_model(run, "source"), match="index.json cannot be read")
-
-
-def test_a_disk_without_room_is_said_before_the_download(cache, monkeypatch):
-    files = [
-        SimpleNamespace(rfilename="model-00001-of-00001.safetensors", size=16_000_000_000),
-        SimpleNamespace(rfilename="original/consolidated.00.pth", size=16_000_000_000),
-    ]
-    monkeypatch.setattr(hub.HfApi, "repo_info", lambda *_, **__: SimpleNamespace(siblings=files))
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=9_000_000_000))
-    refused(lambda: hub.require_space(ID, COMMIT), match="9.0 GB free and 16.0 GB are still to be downloaded")
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: SimpleNamespace(free=18_000_000_000))
-    hub.require_space(ID, COMMIT)
-
-
-def test_too_little_memory_is_said_before_the_weights_are_read(opened, monkeypatch):
-    run = opened()
-    monkeypatch.setattr(room.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    refused(
-        lambda: models.load_pair_model(run, "target"),
-        match="GiB in bfloat16 and this machine has 0.0 GiB free",
-    )
-
-
-def test_a_torch_without_cuda_and_a_machine_without_a_card_are_told_apart(opened, monkeypatch):
-    run = opened(device="cuda")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    refused(lambda: run_pair(run), match="build for processors only, expected one with CUDA")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused(lambda: run_pair(run), match="finds no CUDA device.*nvidia-smi")
-
-
-def test_a_card_without_bfloat16_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    for device in ("cuda", "auto"):
-        refused(
-            lambda device=device: room.check_device(device, "bfloat16"),
-            match="Tesla T4 does not compute in it",
-        )
-    room.check_device("cuda", "float16")
-    room.check_device("cpu", "bfloat16")
-
-
-@pytest.mark.parametrize("role", ["target", "source"])
-def test_too_few_positions_in_either_model_are_said_before_any_text_is_read(opened, pair, role):
-    config = pair.places[role] / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 200}))
-    run = opened()
-    refused(
-        lambda: run_pair(run), match=f"longest of latency.prefix_tokens is 256, the {role} has 200 positions"
-    )
-    assert not (run.stage("pair") / "articles").exists()
-    refused(lambda: check_lengths(run), match="200 at most")
-
-
-def test_a_source_with_another_tokenizer_is_refused(opened, pair):
-    other = byte_tokenizer(["other words entirely, zebra quagga"], words=300)
-    place = save_model(pair.home / "other", config_of("llama", 48, 400), other, 3)
-    refused(lambda: run_pair(opened({**pair.places, "source": place})), match="differ in tokenizer")
-
-
-def test_a_renamed_reserved_token_is_no_other_tokenizer(opened, pair):
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        path = pair.places["source"] / name
-        path.write_text(path.read_text().replace("<|end_of_text|>", "<|reserved_0|>"))
-    assert run_pair(opened())["gate"]["passed"]
-
-
-def test_a_local_model_that_changes_during_a_run_is_noticed(opened, pair):
-    run = opened()
+def test_a_local_model_that_changes_during_a_run_is_noticed(small_run, small_pair):
+    run = small_run()
     run_pair(run)
-    tokenizer = load_tokenizer(pair.places["source"])
-    save_model(pair.places["source"], config_of("llama", 48, len(tokenizer)), tokenizer, 7)
+    tokenizer = load_tokenizer(small_pair.places["source"])
+    save_model(small_pair.places["source"], config_of("llama", 48, len(tokenizer)), tokenizer, 7)
     refused(lambda: models.load_pair_model(run, "source"), match="expected .* as when the run began")
-
-
-def test_the_library_loads_a_revision_and_says_what_is_wrong_with_an_id():
-    refused(lambda: load_model(ID, revision="v2"), match=f"{ID} .*(no network|not on this disk)")
-    with pytest.raises(KvlibError) as error:
-        load_tokenizer("no/such/path/anywhere")
-    assert is_one_sentence(error.value)
