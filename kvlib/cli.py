@@ -83,7 +83,7 @@ def run(
             Run.open(
                 from_here, run, results=folder.parent
             )  # another profile's folder is refused before any download
-        _fetch(settings)
+        _fetch(settings, folder=folder)
         for number, script in enumerate(chosen, 1):
             label = f"[{number}/{len(chosen)}] {script.stem}"
             say(f"{label} …")
@@ -187,12 +187,14 @@ def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
     return option if given is None else given
 
 
-def _fetch(settings, say_found: bool = False) -> None:
+def _fetch(settings, say_found: bool = False, folder: Path | None = None) -> None:
+    """`folder`: of the run that it is for, which may have begun with certain commits of its models."""
     from tqdm import tqdm
 
     from kvlib.study.assets import fetch, load_assets
-    from kvlib.study.models import cache_folder
+    from kvlib.study.models import cache_folder, fetch_models
 
+    ids = fetch_models(settings.pair, (folder or run_folder_of(settings.name)) / "pair", say)
     names = [part.asset for part in (settings.pair.target, settings.corpus) if hasattr(part, "asset")]
     for name in names:
         asset = load_assets().get(name)
@@ -211,7 +213,7 @@ def _fetch(settings, say_found: bool = False) -> None:
             path = fetch(name, cache_folder(), progress=show)
         if say_found or not present:
             say(f"{name}: {short(path)}, its SHA-256 is right")
-    if say_found and not names:
+    if say_found and not names and not ids:
         say(f"profile {settings.name} needs no download")
 
 

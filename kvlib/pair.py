@@ -22,10 +22,19 @@ from kvlib.geometry import (
     windowed_layers,
 )
 from kvlib.handoff import Handoff, check_target, handoff
+from kvlib.load_errors import first_line, load_error
 from kvlib.maps.base import CacheMap
 
-# The rotary functions' home is elsewhere; other files know them from here.
-__all__ = ["ModelPair", "check_compatible", "fingerprint", "load_model", "load_tokenizer", "rotary_of"]
+# The homes of these are elsewhere; other files know them from here.
+__all__ = [
+    "ModelPair",
+    "check_compatible",
+    "fingerprint",
+    "first_line",
+    "load_model",
+    "load_tokenizer",
+    "rotary_of",
+]
 
 
 @dataclass(frozen=True)
@@ -73,21 +82,32 @@ class ModelPair:
         return handoff(self.target, prefix, cache_map, mode, source=self.source if source is None else source)
 
 
-def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
-    """A causal language model in evaluation mode, frozen, with finite weights."""
+def load_model(
+    place: str | Path, *, dtype=torch.float32, device="cpu", revision: str | None = None
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, frozen, with finite weights.
+
+    Args:
+        revision: of a hub id, a branch, tag or commit; ignored for a folder.
+
+    Raises: KvlibError, one sentence, for whatever keeps it from being loaded.
+    """
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KvlibError(
-            f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}"
-        ) from error
+        model, found = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, revision=revision or "main", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+        raise load_error(error, place, "a folder or hub id of a causal language model") from error
     missing = sorted(found["missing_keys"])
     if missing:
         raise KvlibError(
             f"the weight files of {place} lack {missing[0]} ({len(missing)} missing in all), expected every weight of the model: "
             "download or make it again"
         )
-    model = model.to(device).eval().requires_grad_(False)
+    try:
+        model = model.to(device).eval().requires_grad_(False)
+    except RuntimeError as error:
+        raise load_error(error, place, f"a model that fits on {device}") from error
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise KvlibError(
@@ -96,18 +116,11 @@ def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTr
     return model
 
 
-def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(place: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main")
     except (OSError, ValueError) as error:
-        raise KvlibError(
-            f"{place} given, expected a folder or hub id with a tokenizer: {first_line(error)}"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    """An error's first line: libraries put advice of many lines behind it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise load_error(error, place, "a folder or hub id with a tokenizer") from error
 
 
 def pair_fingerprint(source: str, target: str) -> str:
@@ -201,8 +214,8 @@ def _differing(target, source):
 
 
 def _check_tokenizers(names, target, source):
-    if source.get_vocab() != target.get_vocab():
-        ours, theirs = source.get_vocab(), target.get_vocab()
+    ours, theirs = _words(source), _words(target)
+    if ours != theirs:
         token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
         raise KvlibError(
             f"{names} differ in tokenizer: token {token!r} has id {ours.get(token)} against {theirs.get(token)}; "
@@ -214,6 +227,12 @@ def _check_tokenizers(names, target, source):
             f"{names} differ in tokenizer: the same sentence gives {source(sample).input_ids[:4]}… against "
             f"{target(sample).input_ids[:4]}…; choose models that tokenise alike (an added BOS alone is enough to break a cache)"
         )
+
+
+def _words(tokenizer) -> dict[str, int]:
+    """Token -> id without those added by name: reserved ones are renamed from model to model, and text has none."""
+    added = tokenizer.added_tokens_decoder
+    return {token: index for token, index in tokenizer.get_vocab().items() if index not in added}
 
 
 def _check_rotary(target, source, differ):

@@ -30,7 +30,8 @@ def test_cuda_without_cuda_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     refused(
-        lambda: device_of(profile("cuda")), match="build for processors alone.* install a CUDA build of torch"
+        lambda: device_of(profile("cuda")),
+        match="build for processors alone.* install a CUDA build of torch, see requirements-gpu.txt",
     )
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     refused(lambda: device_of(profile("cuda")), match="torch sees no card.* nvidia-smi")

@@ -258,7 +258,7 @@ def device_of(profile: Profile) -> torch.device:
         if torch.version.cuda is None:
             why, remedy = (
                 f"torch {torch.__version__} is a build for processors alone",
-                "install a CUDA build of torch",
+                "install a CUDA build of torch, see requirements-gpu.txt",
             )
         raise KvlibError(
             f"device cuda given, but {why}, expected a CUDA device: {remedy}, or set device to cpu"

@@ -12,6 +12,7 @@ from kvlib.report.tables.making import (
     models,
     partitions,
     read_layers,
+    texts,
 )
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
@@ -61,6 +62,7 @@ __all__ = [
     "step_parts",
     "steps",
     "targets",
+    "texts",
     "to_html",
     "unfold",
     "worst",

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from kvlib.errors import KvlibError
 from kvlib.study.display import duration
 from kvlib.study.plan import fitting, storage
