@@ -92,7 +92,8 @@ def _run(arguments: list[str]) -> bytes:
         ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"status {done.returncode}"]
-        reason = next((line for line in said if "error" in line), said[0])
+        # a linker says what it lacks and is then said to have failed
+        reason = next((line for line in said if "error" in line and not line.startswith("collect2")), said[0])
         raise KvlibError(
             f"the C compiler {arguments[0]} refuses ({reason.strip()[:200]}), expected gcc or clang with OpenMP: name another in the "
             "variable CC"
