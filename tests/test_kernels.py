@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import re
 from dataclasses import dataclass
 
@@ -108,6 +109,14 @@ def test_every_rank_is_what_the_map_says(rank):
 @pytest.mark.parametrize("dim", [5, 17, 33, 64, 128])
 def test_every_head_dim_is_what_the_map_says(dim):
     assert error(case("quadratic", "rms", rank=5, dim=dim, heads=2, batch=2)) < FLOAT32
+
+
+@pytest.mark.parametrize("without", ["avx512f", "avx"])
+def test_narrower_vectors_say_the_same(without, monkeypatch):
+    if platform.machine() == "x86_64":  # elsewhere vectors are narrow as it is
+        monkeypatch.setenv("CC", f"cc -mno-{without}")
+    assert error(case("quadratic", "rms", rank=12)) < FLOAT32
+    assert error(case("linear", "rope_stripped", dtype=torch.float64)) < 2**-22  # its angles are float32
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 16, 24, 25, 200])

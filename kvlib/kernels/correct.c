@@ -6,28 +6,35 @@
      STORED          what the cache holds: 0 REAL, 1 bfloat16, 2 float16
      RMS, SQUARES, TURN      0 or 1: f(x) = x / rms(x); f(x) and its squares; keys turned back by their position's angle
 
-   A vector is 64 bytes, and eight ranks share it: of the features eight bytes at a time (two floats, one double) meet
-   those of all eight ranks. A sum over D so stays in its rank's lanes until the end; there is no horizontal sum per
-   position and rank. Several positions at once hide the latency of the additions, and share each load of A. */
+   Eight ranks stand side by side in 64 bytes, in one vector or more: of the features eight bytes at a time (two floats, one
+   double) meet those of all eight ranks. A sum over D so stays in its rank's lanes until the end; there is no horizontal sum
+   per position and rank. Several positions at once hide the latency of the additions, and share each load of A. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+/* The processor's own vectors: gcc takes wider ones apart through memory. */
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+
 typedef REAL real;
-typedef real vector __attribute__((vector_size(64), aligned(8), may_alias));
-typedef int64_t eights __attribute__((vector_size(64)));
+typedef real vector __attribute__((vector_size(BYTES), aligned(8), may_alias));
+typedef int64_t eights __attribute__((vector_size(BYTES)));
 
 enum {
-    LANES = 64 / sizeof(real),
+    LANES = BYTES / sizeof(real),
+    GROUP = 64 / sizeof(real),            /* lanes of eight ranks */
+    PARTS = 64 / BYTES,                   /* vectors of eight ranks */
     STEP = 8 / sizeof(real),              /* features that a rank takes at a time */
     STEPS = (DIM + STEP - 1) / STEP,
-    WIDTH = (DIM + LANES - 1) / LANES * LANES,
+    WIDTH = (DIM + GROUP - 1) / GROUP * GROUP,
     AHEAD = 16,                           /* positions: how far ahead the cache is fetched */
-#if defined(__AVX512F__) || defined(__aarch64__)
-    TILE = 8                              /* positions at once: with 32 registers, or with 16 */
-#else
-    TILE = 4
-#endif
+    TILE = BYTES == 64 ? 8 : 4            /* positions at once: their sums fit into the registers */
 };
 
 #if STORED == 1
@@ -84,20 +91,19 @@ static inline void normalise(real *f) {
     for (int d = 0; d < WIDTH; d++) f[d] *= weight;
 }
 
-/* z (TILE, 8) += f A of eight ranks */
+/* z (TILE, 8) += f A of eight ranks, whose rows are (STEPS, 8, STEP) */
 static inline void project(real f[TILE][WIDTH], const real *rows, real z[TILE][8]) {
-    vector sums[TILE] = {{0}};
+    vector sums[TILE][PARTS] = {{{0}}};
     for (int step = 0; step < STEPS; step++) {
-        const vector weight = *(const vector *)(rows + step * LANES);
+        const vector *weights = (const vector *)(rows + step * GROUP);
         for (int p = 0; p < TILE; p++) {
             int64_t few;
             memcpy(&few, &f[p][step * STEP], 8);
-            sums[p] += (vector)(few - (eights){0}) * weight;
+            for (int i = 0; i < PARTS; i++) sums[p][i] += (vector)(few - (eights){0}) * weights[i];
         }
     }
     for (int p = 0; p < TILE; p++)
-        for (int r = 0; r < 8; r++)
-            for (int i = 0; i < STEP; i++) z[p][r] += sums[p][r * STEP + i];
+        for (int lane = 0; lane < GROUP; lane++) z[p][lane / STEP] += sums[p][lane / LANES][lane % LANES];
 }
 
 /* One tile: `count` positions of one head, from x on; cos and sin of the first of them where keys are turned. */
@@ -115,11 +121,11 @@ static inline __attribute__((always_inline)) void tile(
         }
         if (RMS) normalise(f[p]);
     }
-    for (int block = 0; block < RANK / 8; block++) project(f, rows + block * STEPS * LANES, z[block]);
+    for (int block = 0; block < RANK / 8; block++) project(f, rows + block * STEPS * GROUP, z[block]);
     if (SQUARES) {
         for (int p = 0; p < TILE; p++)
             for (int d = 0; d < WIDTH; d++) f[p][d] *= f[p][d];
-        for (int block = 0; block < RANK / 8; block++) project(f, squares + block * STEPS * LANES, z[block]);
+        for (int block = 0; block < RANK / 8; block++) project(f, squares + block * STEPS * GROUP, z[block]);
     }
     for (int p = 0; p < count; p++) {
         vector delta[WIDTH / LANES] = {{0}};

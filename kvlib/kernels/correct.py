@@ -16,11 +16,8 @@ from kvlib.kernels.compiler import library
 from kvlib.maps.residual import ResidualMap, angle_norm
 
 SOURCE = Path(__file__).with_name("correct.c")
-VECTOR_BYTES, GROUP, STEP_BYTES = (
-    64,
-    8,
-    8,
-)  # as in the source: a vector, ranks that share it, what each takes at a time
+# As in the source: ranks side by side, the room that they have, and what each takes at a time.
+GROUP, GROUP_BYTES, STEP_BYTES = 8, 64, 8
 REAL = {torch.float32: "float", torch.float64: "double"}
 STORED = {torch.bfloat16: 1, torch.float16: 2}  # any other cache holds what is computed in
 
@@ -107,7 +104,7 @@ def _packed(rows, squares, right, angles=(None, None)):
 
     rows, squares (L, H, r, D) -> (L, H, r / 8, steps, 8, step). right (L, H, r, D) -> (L, H, r, D), both in multiples.
     """
-    step, lanes = STEP_BYTES // right.element_size(), VECTOR_BYTES // right.element_size()
+    step, lanes = STEP_BYTES // right.element_size(), GROUP_BYTES // right.element_size()
     norm = 1.0 if angles[0] is None else angle_norm(angles).to(right.dtype)
 
     def in_groups(w):
