@@ -98,6 +98,16 @@ def _one_thread(request):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def compiled_code(tmp_path_factory):
+    """Compiled code is kept for these tests, and not among the user's."""
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
     """Quick tests first, where there is one process; with several, all that need the smoke run go to one of them."""

@@ -160,8 +160,12 @@ class ResidualMap(CacheMap):
         """Whether z = σ f(x) A can be had from x and x² by products alone, so that nothing of the cache's size is written."""
         return self.base is None and not (self.features == "rope_stripped" and self.residual == "quadratic")
 
-    def low_rank(self, layer: int, values: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def low_rank(
+        self, layer: int | slice, values: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """(rows, rows of the squares or None, right) of a layer's keys or values, each (H, r, D), σ and s worked in.
+
+        `layer` may be a slice of layers: (L, H, r, D) each.
 
         x' = x + w (x rowsᵀ + w x² squaresᵀ) right, with w = 1 / rms(x) for RMS-normalised features, else 1.
         """
@@ -169,7 +173,7 @@ class ResidualMap(CacheMap):
             ("value_left", "value_right", "value_scale") if values else ("key_left", "key_right", "key_scale")
         )
         left, right, sigma = (getattr(self, name)[layer] for name in names)
-        rows, squares, sigma = left.transpose(1, 2), None, sigma[:, None, None]
+        rows, squares, sigma = left.mT, None, sigma[..., None, None]
         rms = self.features == "rms"
         if self.residual == "quadratic":
             rows, squares = rows.chunk(2, -1)

@@ -33,7 +33,7 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, home, sequence
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, code_files, home, sequence
 
 SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
@@ -241,7 +241,7 @@ def _kernel_lock(folder: Path):
 
 def _inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
-    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted((ROOT / "kvlib").rglob("*.py"))}
+    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in code_files()}
     data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
     pins = ROOT / "requirements.lock"
     return hash_json(

@@ -19,6 +19,7 @@ NOTEBOOKS = dict(
 # Stages outside the sequence, and the stage each of them comes after.
 EXTRA = {"evidence": "frozen_evaluation"}
 NOTEBOOKS |= {stage: stage for stage in EXTRA}
+SOURCES = (".py", ".c")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
@@ -233,11 +234,17 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def code_files() -> list[Path]:
+    """kvlib's source files, in order: Python, and the C that is compiled where it is used."""
+    root = Path(__file__).resolve().parents[1]
+    return sorted(path for path in root.rglob("*") if path.suffix in SOURCES)
+
+
 def code_hash() -> str:
     """SHA-256 over kvlib's source files, the report floor left out: a reader may edit charts of a finished run."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in code_files():
         name = path.relative_to(root)
         if name.parts[0] != "report":
             digest.update(f"{name}\n".encode())
