@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvlib.attaching import attach, compute_dtype
-from kvlib.attention import IDENTITY, Affine
+from kvlib.attention import IDENTITY
 from kvlib.cache import PrefixCache, forward, handoff_cache
+from kvlib.frozen_body import FrozenBody
+from kvlib.learnt_prefix import prefix_reads
 from kvlib.maps.residual import WEIGHTS, ResidualMap
-from kvlib.packed import FrozenLinears, FrozenMatrix
+from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
-from kvlib.ragged import RaggedPrefix, parts, reading
+from kvlib.ragged import RaggedPrefix, parts
 
 MSE_POSITIONS = 128  # per prompt of a warm-up step
 KL_ROWS = 16  # of logits at a time
@@ -122,59 +124,36 @@ def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
 class Frozen:
     """What training reads and never changes.
 
-    linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
-    which other devices do best with. head: (V, C).
+    body: the target's layers as they run fastest on a CPU; None for the model as it is over one padded batch, which
+    other devices do best with. head: (V, C).
     """
 
     target: object
-    linears: FrozenLinears | None
+    body: FrozenBody | None
     head: FrozenMatrix
 
     @classmethod
     def of(cls, target, head_weight: torch.Tensor, rows: int | None) -> "Frozen":
         """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
         fast = rows is not None and head_weight.device.type == "cpu"
-        return cls(target, FrozenLinears(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
+        return cls(target, FrozenBody(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
 
 
 def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
-    read = _read_padded if frozen.linears is None else _read_ragged
+    read = _read_padded if frozen.body is None else _read_ragged
     hidden = read(frozen, cache_map, batch, rotary)
     return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), frozen.head)
 
 
 def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """The target's final hidden states (B, S, C) over the prefix as the map corrects it."""
-    prefix, wide = batch.source, compute_dtype(frozen.target)
-    lengths, angles = prefix.lengths, rotary(prefix.positions()) if rotary else None
-    maps = None if cache_map.why_not_affine else folded(cache_map, wide)
-
-    def layer_prefix(layer: int):
-        keys, values = prefix.layer(layer, wide)  # (H, N, D)
-        if maps is not None:
-            return keys, values, lengths, *maps[layer]
-        corrected = cache_map.correct(layer, keys.unsqueeze(0), values.unsqueeze(0), angles)
-        # rounded to the cache's dtype, as a handoff writes it there
-        return *(t[0].to(prefix.dtype).to(wide) for t in corrected), lengths, IDENTITY, IDENTITY
-
+    prefix = batch.source
+    angles = rotary(prefix.positions()) if rotary else None
     offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
-    positions = torch.tensor(lengths, device=prefix.device).unsqueeze(1) + offsets
-    with reading(frozen.target, layer_prefix), frozen.linears.within():
+    positions = torch.tensor(prefix.lengths, device=prefix.device).unsqueeze(1) + offsets
+    with frozen.body.reading(prefix_reads(cache_map, prefix, compute_dtype(frozen.target), angles)):
         return forward(frozen.target, batch.inputs, None, positions)
-
-
-def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Affine]]:
-    """(key map, value map) per layer, each one dense matrix: W + s A B (I for direct), all layers' products at once."""
-    found, base = [], cache_map.base
-    for kind in ("key", "value"):
-        product = (getattr(cache_map, f"{kind}_left") @ getattr(cache_map, f"{kind}_right")).mul(
-            cache_map.scale
-        )
-        whole = torch.eye(product.shape[-1]).to(product) if base is None else getattr(base, f"{kind}_weight")
-        biases = [None] * len(product) if base is None else getattr(base, f"{kind}_bias").to(dtype).unbind(0)
-        found.append([Affine(*parts) for parts in zip((whole + product).to(dtype).unbind(0), biases)])
-    return list(zip(*found))
 
 
 def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
