@@ -72,9 +72,9 @@ class _Attention(torch.autograd.Function):
         saved = ctx.saved_tensors
         prefix, kept = ctx.prefix.with_learnt(saved[:4]), Kept(*saved[4:11], list(saved[11:]))
         ctx.prefix = None  # the packed prefix: as long as the step otherwise
-        query, new, _, *learnt = ctx.needs_input_grad[:7]
+        new, learnt = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3:7]
         d = upstream.to(kept.q.dtype).reshape(kept.q.shape)
-        d_q, d_keys, d_values, found = attend_back(d, kept, prefix, Wanted(query, new, tuple(learnt)))
+        d_q, d_keys, d_values, found = attend_back(d, kept, prefix, Wanted(new, tuple(learnt)))
         own = (None if t is None else t.to(upstream.dtype) for t in (d_keys, d_values))
         d_query = None if d_q is None else d_q.mul_(ctx.scaling).view(upstream.shape).to(upstream.dtype)
         return d_query, *own, *found, None, None

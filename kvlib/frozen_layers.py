@@ -102,7 +102,7 @@ class _Layer(torch.autograd.Function):
         d = norm_back(layer.gate_up[0].back(d_gate_up), middle, inverse_middle, layer.norms[1]).add_(d)
         d_read = layer.out[0].back(d).view(batch, steps, layer.queries, layer.dim).transpose(1, 2)
         d_read = torch.empty(d_read.shape, dtype=wide).copy_(d_read).view(kept.q.shape)
-        wanted = Wanted(wants_input, wants_input, tuple(learnt))
+        wanted = Wanted(wants_input, tuple(learnt))
         d_q, d_keys, d_values, found = attend_back(d_read, kept, prefix, wanted)
         if not wants_input:
             return None, *found, None, None, None

@@ -19,18 +19,18 @@ def prefix_reads(
 ) -> Callable[[int], PrefixRead]:
     """A function of the layer's index: what its attention reads.
 
-    dtype: in which to compute. angles: cos and sin (1, N, D) of the packed positions, for a map that needs them.
+    dtype: in which to compute. angles: cos and sin (1, N, D) of the packed, roomy positions, for a map that needs them.
     """
     lengths, affine, rank = prefix.lengths, not cache_map.why_not_affine, cache_map.rank
     matrices = {kind: _matrices(cache_map, kind, dtype) for kind in ("key", "value")}
     biases = {kind: _biases(cache_map, kind, dtype) for kind in ("key", "value")}
     if cache_map.needs_rotary:  # a correction that turns with the position is no product of z with one matrix
         matrices["key"] = biases["key"] = [None] * prefix.layers
-    room = (0 if affine or cache_map.needs_rotary else rank, 0 if affine else rank)
+    columns = (0 if affine or cache_map.needs_rotary else rank, 0 if affine else rank)
     dim = cache_map.geometry.head_dim
 
     def read(layer: int) -> PrefixRead:
-        keys, values = prefix.layer(layer, dtype, room)
+        keys, values = prefix.layer(layer, dtype, roomy=True, columns=columns)
         key_latent = value_latent = None
         if not affine:
             x, y = keys[None, ..., :dim], values[None, ..., :dim]

@@ -6,6 +6,8 @@ import torch
 
 from kvlib.cache import PrefixCache
 
+ROOM = 16  # positions: kernels that are made for one shape of matrix find few of them
+
 
 @dataclass(frozen=True)
 class RaggedPrefix:
@@ -40,23 +42,28 @@ class RaggedPrefix:
         """Every `step`-th position, from the first, as views."""
         return RaggedPrefix([row[..., ::step, :] for row in self.rows])
 
-    def positions(self) -> torch.Tensor:
-        """Rotary position of every packed entry, (1, N)."""
-        return torch.cat([torch.arange(n, device=self.device) for n in self.lengths]).unsqueeze(0)
+    def positions(self, roomy: bool = False) -> torch.Tensor:
+        """Rotary position of every packed entry, (1, N); roomy as in `layer`."""
+        lengths = [roomy_length(n) for n in self.lengths] if roomy else self.lengths
+        return torch.cat([torch.arange(n, device=self.device) for n in lengths]).unsqueeze(0)
 
     def layer(
-        self, number: int, dtype: torch.dtype, room: tuple[int, int] = (0, 0)
+        self, number: int, dtype: torch.dtype, roomy: bool = False, columns: tuple[int, int] = (0, 0)
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(keys, values) of one layer, packed: (H, N, D), the prompts one after the other, N the sum of `lengths`.
 
-        room: so many columns are left behind those of keys and of values, to be filled.
+        roomy: each prompt takes `roomy_length` of its length, zeros behind it. columns: so many are left behind those of
+        keys and of values, to be filled; they are zero behind a prompt.
         """
         _, _, heads, _, dim = self.rows[0].shape
-        count = sum(self.lengths)
-        both = [torch.empty(heads, count, dim + more, dtype=dtype, device=self.device) for more in room]
-        for row, part in zip(self.rows, parts(self.lengths)):
+        lengths = [roomy_length(n) for n in self.lengths] if roomy else self.lengths
+        both = [
+            torch.empty(heads, sum(lengths), dim + more, dtype=dtype, device=self.device) for more in columns
+        ]
+        for row, length, part in zip(self.rows, self.lengths, parts(lengths)):
             for packed, own in zip(both, row[number]):
-                packed[:, part, :dim] = own
+                packed[:, part.start : part.start + length, :dim] = own
+                packed[:, part.start + length : part.stop] = 0
         return tuple(both)
 
     def padded(self) -> PrefixCache:
@@ -71,6 +78,11 @@ class RaggedPrefix:
             whole[:, :, n, :, : row.shape[3]] = row
         valid = torch.arange(longest, device=self.device) < lengths[:, None]
         return PrefixCache(list(whole[:, 0]), list(whole[:, 1]), valid)
+
+
+def roomy_length(length: int) -> int:
+    """The next multiple of `ROOM` with at least one place to spare."""
+    return (length // ROOM + 1) * ROOM
 
 
 def parts(lengths: list[int]) -> list[slice]:

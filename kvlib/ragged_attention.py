@@ -2,6 +2,10 @@
 
 The same attention as `kvlib.attention`, for training a map on a CPU: every prompt's scores are as long as its own
 prefix, a frozen prefix gets no gradient, and the backward pass finds the probabilities and nothing else kept.
+
+In the one softmax over both segments a single column, right behind a prompt's prefix, stands for all new positions
+together: their log-sum-exp, and the bias of the keys, the same for every cached position, taken off it. So the large
+matrices are whole and contiguous, and nothing is added to them.
 """
 
 from dataclasses import dataclass, replace
@@ -9,17 +13,18 @@ from typing import NamedTuple
 
 import torch
 
-from kvlib.ragged import parts
+from kvlib.packed import suits_onednn
+from kvlib.ragged import parts, roomy_length
 
 
 @dataclass(frozen=True)
 class PrefixRead:
     """What one layer's attention reads of B packed prefixes: k' = [x z] W + c, and values alike.
 
-    keys, values: (H, N, E), x first; packed, in the dtype in which to compute. key_latent, value_latent: z (H, N, r),
+    keys, values: (H, N, E), x first; packed roomily, in the dtype in which to compute. key_latent, value_latent: z (H, N, r),
     which depends on the map's weights, or None; the last r columns of keys or values are for it, and filled by
     `attend`. key_dense, value_dense: W (H, E, D); None for the identity. key_bias, value_bias: c (H, D) or None.
-    lengths: of the prefixes, N their sum.
+    lengths: of the prefixes, N the sum of their `roomy_length`.
     """
 
     keys: torch.Tensor
@@ -39,6 +44,10 @@ class PrefixRead:
         """The tensors that may want a gradient, in the order of `LEARNT`."""
         return tuple(getattr(self, name) for name in self.LEARNT)
 
+    def parts(self) -> list[tuple[slice, int]]:
+        """Of each prompt: where it lies among the packed positions, and its length."""
+        return list(zip(parts([roomy_length(n) for n in self.lengths]), self.lengths))
+
     def with_learnt(self, tensors) -> "PrefixRead":
         return replace(self, **dict(zip(self.LEARNT, tensors)))
 
@@ -51,15 +60,14 @@ class Kept(NamedTuple):
     new_keys: torch.Tensor  # (B, H, S, D)
     new_values: torch.Tensor
     out: torch.Tensor  # (B, H, R, E): what was read of [x z]
-    share: torch.Tensor | None  # (B, H, R, 1): the prefix's part of the probabilities
-    p_new: torch.Tensor  # (B, H, R, S)
-    p: list[torch.Tensor]  # of each prompt: (H, R, S + its length)
+    share: torch.Tensor  # (B, H, R, 1): the new positions' part of the probabilities
+    p_new: torch.Tensor  # (B, H, R, S): probabilities among them
+    p: list[torch.Tensor]  # of each prompt: (H, R, its roomy length), the new positions' share at its length
 
 
 class Wanted(NamedTuple):
-    """Which gradients are asked for: of the queries, keys and values of the new positions, and of `PrefixRead.learnt`."""
+    """Which gradients are asked for: of the new positions' queries, keys and values, and of `PrefixRead.learnt`."""
 
-    query: bool
     new: bool
     learnt: tuple[bool, ...]
 
@@ -71,33 +79,31 @@ def attend(
 
     q: (B, H, R, D), scaled, in the prefix's dtype, as are new_keys, new_values: (B, H, S, D). Returns: (B, H, R, D).
     """
-    heads, rows, steps = *q.shape[1:3], new_keys.shape[2]
-    keys, values = prefix.keys, prefix.values
+    rows, steps, keys, values = q.shape[2], new_keys.shape[2], prefix.keys, prefix.values
     for whole, latent in ((keys, prefix.key_latent), (values, prefix.value_latent)):
         if latent is not None:
-            whole[..., -latent.shape[-1] :] = latent
+            for part, length in prefix.parts():
+                inside = slice(part.start, part.start + length)
+                whole[:, inside, -latent.shape[-1] :] = latent[:, inside]
     to_prefix = q if prefix.key_dense is None else q @ prefix.key_dense.mT
-    shift = (
-        None if prefix.key_bias is None else q @ prefix.key_bias.unsqueeze(-1)
-    )  # q · c, the same at every position
     new_scores = (q @ new_keys.mT).masked_fill_(ahead(steps, rows // steps, q.device), float("-inf"))
-    out, p_new = q.new_empty(*q.shape[:3], values.shape[-1]), torch.empty_like(new_scores)
-    kept = []
-    for n, part in enumerate(parts(prefix.lengths)):
-        scores = q.new_empty(heads, rows, steps + prefix.lengths[n])
-        scores[..., :steps] = new_scores[n]
-        torch.bmm(to_prefix[n], keys[:, part].mT, out=scores[..., steps:])
-        if shift is not None:
-            scores[..., steps:] += shift[n]
+    column = new_scores.logsumexp(-1, keepdim=True)
+    p_new = torch.softmax(new_scores, -1)
+    if prefix.key_bias is not None:  # q · c, the same at every cached position
+        column = column - q @ prefix.key_bias.unsqueeze(-1)
+    out, share, kept = q.new_empty(*q.shape[:3], values.shape[-1]), torch.empty_like(column), []
+    for n, (part, length) in enumerate(prefix.parts()):
+        scores = times_rows(to_prefix[n], keys[:, part])
+        scores[..., length : length + 1] = column[n]
+        scores[..., length + 1 :] = float("-inf")
         p = torch.softmax(scores, -1, out=scores)
-        torch.bmm(p[..., steps:], values[:, part], out=out[n])
-        p_new[n] = p[..., :steps]
+        times_columns(p, values[:, part], out[n])
+        share[n] = p[..., length : length + 1]
         kept.append(p)
     mapped = out if prefix.value_dense is None else out @ prefix.value_dense
-    share = None if prefix.value_bias is None else 1 - p_new.sum(-1, keepdim=True)
-    if share is not None:
-        mapped = mapped + share * prefix.value_bias.unsqueeze(-2)
-    mapped = mapped + p_new @ new_values
+    mapped = mapped + (p_new @ new_values).mul_(share)
+    if prefix.value_bias is not None:
+        mapped.addcmul_(1 - share, prefix.value_bias.unsqueeze(-2))
     return mapped, Kept(q, to_prefix, new_keys, new_values, out, share, p_new, kept)
 
 
@@ -106,43 +112,60 @@ def attend_back(d: torch.Tensor, kept: Kept, prefix: PrefixRead, wanted: Wanted)
 
     d: (B, H, R, D), the gradient of what `attend` returned.
     """
-    steps, learnt = kept.new_keys.shape[2], dict(zip(PrefixRead.LEARNT, wanted.learnt))
+    learnt = dict(zip(PrefixRead.LEARNT, wanted.learnt))
     d_out = d if prefix.value_dense is None else d @ prefix.value_dense.mT
     of_new = d @ kept.new_values.mT
-    d_new_scores, d_to_prefix = torch.empty_like(of_new), torch.empty_like(kept.to_prefix)
-    of_share = None if kept.share is None else d @ prefix.value_bias.unsqueeze(-1)
-    d_shift = None if prefix.key_bias is None else torch.empty_like(of_new[..., :1])
+    column = (of_new * kept.p_new).sum(-1, keepdim=True)  # the gradient of the new positions' share
+    if prefix.value_bias is not None:
+        column = column - d @ prefix.value_bias.unsqueeze(-1)
+    d_column, d_to_prefix = torch.empty_like(column), torch.empty_like(kept.to_prefix)
     d_key_latent, d_value_latent = (
         torch.empty_like(t) if learnt[name] else None
         for name, t in (("key_latent", prefix.key_latent), ("value_latent", prefix.value_latent))
     )
-    for n, (part, p) in enumerate(zip(parts(prefix.lengths), kept.p)):
-        d_p = torch.empty_like(p)
-        d_p[..., :steps] = of_new[n]
-        torch.bmm(d_out[n], prefix.values[:, part].mT, out=d_p[..., steps:])
-        if of_share is not None:
-            d_p[..., steps:] += of_share[n]
+    for n, (p, (part, length)) in enumerate(zip(kept.p, prefix.parts())):
+        d_p = times_rows(d_out[n], prefix.values[:, part])
+        d_p[..., length : length + 1] = column[n]
         d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype)
-        d_new_scores[n], d_scores = d_scores[..., :steps], d_scores[..., steps:]
-        torch.bmm(d_scores, prefix.keys[:, part], out=d_to_prefix[n])
-        if d_shift is not None:
-            torch.sum(d_scores, -1, keepdim=True, out=d_shift[n])
-        if d_key_latent is not None:
-            d_key_latent[:, part] = d_scores.mT @ kept.to_prefix[n, ..., -d_key_latent.shape[-1] :]
-        if d_value_latent is not None:
-            d_value_latent[:, part] = p[..., steps:].mT @ d_out[n, ..., -d_value_latent.shape[-1] :]
+        d_column[n] = d_scores[..., length : length + 1]
+        times_columns(d_scores, prefix.keys[:, part], d_to_prefix[n])
+        for latent, left, right in (
+            (d_key_latent, d_scores, kept.to_prefix[n]),
+            (d_value_latent, p, d_out[n]),
+        ):
+            if latent is not None:
+                torch.bmm(left.mT, right[..., -latent.shape[-1] :], out=latent[:, part])
+                latent[:, part.start + length : part.stop] = 0
     d_q = d_new_keys = d_new_values = None
-    if wanted.query:
+    if wanted.new:
+        d_new_scores = torch._softmax_backward_data(of_new.mul_(kept.share), kept.p_new, -1, d.dtype)
+        d_new_scores.addcmul_(kept.p_new, d_column)
+        d_new_keys = d_new_scores.mT @ kept.q
+        d_new_values = (kept.p_new * kept.share).mT @ d
         d_q = d_to_prefix if prefix.key_dense is None else d_to_prefix @ prefix.key_dense
         d_q = d_q.add_(d_new_scores @ kept.new_keys)
-        if d_shift is not None:
-            d_q += d_shift * prefix.key_bias.unsqueeze(-2)
-    if wanted.new:
-        d_new_keys, d_new_values = d_new_scores.mT @ kept.q, kept.p_new.mT @ d
+        if prefix.key_bias is not None:
+            d_q.addcmul_(d_column, prefix.key_bias.unsqueeze(-2), value=-1)
     found = {"key_latent": d_key_latent, "value_latent": d_value_latent}
     found["key_dense"] = (d_to_prefix.mT @ kept.q).sum(0) if learnt["key_dense"] else None
     found["value_dense"] = (kept.out.mT @ d).sum(0) if learnt["value_dense"] else None
     return d_q, d_new_keys, d_new_values, tuple(found[name] for name in PrefixRead.LEARNT)
+
+
+def times_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x (H, R, E), y (H, N, E) -> x yᵀ (H, R, N)."""
+    if not suits_onednn(y):
+        return torch.bmm(x, y.mT)
+    return torch.stack([torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "") for a, b in zip(x, y)])
+
+
+def times_columns(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """x (H, R, N), y (H, N, E) -> x y into out (H, R, E)."""
+    if not suits_onednn(y):
+        torch.bmm(x, y, out=out)
+        return
+    for a, b, own in zip(x, y, out):
+        own.copy_(torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], ""))
 
 
 def ahead(steps: int, group: int, device: torch.device) -> torch.Tensor:

@@ -149,7 +149,7 @@ def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None)
 def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """The target's final hidden states (B, S, C) over the prefix as the map corrects it."""
     prefix = batch.source
-    angles = rotary(prefix.positions()) if rotary else None
+    angles = rotary(prefix.positions(roomy=True)) if rotary else None
     offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
     positions = torch.tensor(prefix.lengths, device=prefix.device).unsqueeze(1) + offsets
     with frozen.body.reading(prefix_reads(cache_map, prefix, compute_dtype(frozen.target), angles)):

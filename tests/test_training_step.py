@@ -14,6 +14,7 @@ from kvlib.cache import Geometry
 from kvlib.maps.residual import WEIGHTS
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
+from kvlib.ragged import roomy_length
 from kvlib.study.progress import Progress
 from kvlib.study.store import WindowStore
 from kvlib.training import Frozen, forced_kl
@@ -121,7 +122,7 @@ def test_a_step_multiplies_only_what_its_loss_needs(tmp_path):
     per_prompt = (
         queries * STEPS * dim
     )  # times positions: one product of scores with keys or of shares with values
-    prefix = 4 * layers * per_prompt * sum(cut - 1 for cut in CUTS)
+    prefix = 4 * layers * per_prompt * sum(roomy_length(cut - 1) for cut in CUTS)
     new = (
         (6 * layers - 2 - 1) * per_prompt * STEPS * len(CUTS)
     )  # the first layer's own three gradients are idle
