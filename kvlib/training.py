@@ -14,9 +14,9 @@ from kvlib.learnt_prefix import prefix_reads
 from kvlib.maps.residual import WEIGHTS, ResidualMap
 from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
-from kvlib.ragged import RaggedPrefix, parts
+from kvlib.ragged import RaggedPrefix
+from kvlib.warmup import kv_mse
 
-MSE_POSITIONS = 128  # per prompt of a warm-up step
 KL_ROWS = 16  # of logits at a time
 
 
@@ -86,7 +86,7 @@ def train(
             piece = batch.select(slice(start, start + size))
             share = piece.source.batch / batch.source.batch
             if warm:
-                value = kv_mse(current, piece, rotary)
+                value = kv_mse(current, piece.source, piece.target, rotary)
             else:
                 frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
                 value = forced_kl(frozen, current, piece, rotary)
@@ -98,26 +98,6 @@ def train(
         yield Step(number + 1, "warmup" if warm else "kl", loss, snapshot)
         if not math.isfinite(loss):
             return
-
-
-def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
-    """Mean over prompts, layers, heads, K and V of |x' − y|² / |y|², y the target's cached vectors.
-
-    Over evenly spaced positions, about `MSE_POSITIONS` of them: neighbours say much the same.
-    """
-    step, wide = max(1, max(batch.source.lengths) // MSE_POSITIONS), cache_map.key_left.dtype
-    source, target = batch.source.every(step), batch.target.every(step)
-    angles = rotary(source.positions() * step) if rotary else None
-    member = torch.zeros(sum(source.lengths), source.batch, dtype=wide, device=source.device)  # (N, B)
-    for prompt, part in enumerate(parts(source.lengths)):
-        member[part, prompt] = 1
-    total = 0.0
-    for layer in range(source.layers):
-        ours = cache_map.correct(layer, *(t.unsqueeze(0) for t in source.layer(layer, wide)), angles)
-        for x, y in zip(ours, target.layer(layer, wide)):
-            error = (x[0] - y).pow(2).sum(-1) @ member  # (H, B)
-            total = total + (error / (y.pow(2).sum(-1) @ member)).mean()
-    return total / (2 * source.layers)
 
 
 @dataclass(frozen=True)

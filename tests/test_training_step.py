@@ -18,6 +18,7 @@ from kvlib.ragged import roomy_length
 from kvlib.study.progress import Progress
 from kvlib.study.store import WindowStore
 from kvlib.training import Frozen, forced_kl
+from kvlib.warmup import kv_mse
 
 STEPS, CUTS = 4, [9, 17, 30]
 
@@ -32,12 +33,12 @@ def wide_norms(monkeypatch):
     monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
 
 
-def setting(tmp_path, dtype):
+def setting(tmp_path, dtype, with_target=False):
     """(target, a batch of three prompts of unequal length) in one dtype, caches included."""
     target, source = (tiny_llama(seed).to(dtype) for seed in (0, 1))
     store = WindowStore(tmp_path, tokens(3, 40), Geometry.of(target), target.config.hidden_size, dtype)
     store.fill(source, target, Progress("test", 3), 1)
-    batch = store.batch([0, 1, 2], CUTS, STEPS, with_target=False)
+    batch = store.batch([0, 1, 2], CUTS, STEPS, with_target=with_target)
     return target, replace(batch, hidden=batch.hidden.to(dtype))
 
 
@@ -142,3 +143,33 @@ def test_a_matrix_keeps_its_dtype_where_onednn_has_no_kernel():
     x = torch.ones(3, 5, dtype=torch.float64)
     assert torch.equal(matrix.times(x), x @ weight.T)
     assert torch.equal(matrix.back(matrix.times(x)), x @ weight.T @ weight)
+
+
+@pytest.mark.parametrize("base", ["direct", "ridge"])
+@pytest.mark.parametrize(("residual", "features"), KINDS)
+def test_the_warm_ups_gradients_are_autograds(tmp_path, residual, features, base):
+    """Against the map's own correction under autograd, prompt by prompt, in float64."""
+    target, batch = setting(tmp_path, torch.float64, with_target=True)
+    cache_map = replace(
+        random_residual(residual, features), base=ridge(torch.float32) if base == "ridge" else None
+    ).to(torch.float64)
+    rotary = rotary_of(target) if cache_map.needs_rotary else None
+    ours, theirs = (
+        replace(cache_map, **{n: getattr(cache_map, n).clone().requires_grad_(True) for n in WEIGHTS})
+        for _ in range(2)
+    )
+    loss = kv_mse(ours, batch.source, batch.target, rotary)
+    loss.backward()
+    terms = []
+    for x, y in zip(batch.source.rows, batch.target.rows):
+        angles = rotary(torch.arange(x.shape[3]).unsqueeze(0)) if rotary else None
+        for layer in range(3):
+            corrected = theirs.correct(layer, *x[layer].unsqueeze(1), angles)
+            for found, wanted in zip(corrected, y[layer]):
+                terms.append((found[0] - wanted).square().sum((-1, -2)) / wanted.square().sum((-1, -2)))
+    wanted = torch.stack(terms).mean()
+    wanted.backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-9)
+    pairs = [[getattr(one, n).grad for n in WEIGHTS] for one in (ours, theirs)]
+    # 1e-6: rotary angles are the model's own float32
+    assert largest_error(*pairs) < (1e-6 if features == "rope_stripped" else 1e-9)

@@ -147,13 +147,20 @@ class ResidualMap(CacheMap):
         )
 
     def latent(self, layer: int, x: torch.Tensor, values: bool, rotary=None) -> torch.Tensor:
-        """f(x) A of a layer's keys or values, x (B, H, T, D) -> (B, H, T, r)."""
-        left, scale = (self.value_left, self.value_scale) if values else (self.key_left, self.key_scale)
+        """f(x) A of a layer's keys or values: x (B, H, T, D) -> (B, H, T, r)."""
+        return (
+            self.features_of(layer, x, values, rotary) @ (self.value_left if values else self.key_left)[layer]
+        )
+
+    def features_of(self, layer: int, x: torch.Tensor, values: bool, rotary=None) -> torch.Tensor:
+        """f(x) of a layer's keys or values: x (B, H, T, D) -> (B, H, T, F)."""
         if self.needs_rotary and not values:
             cos, sin = rotary
             # R(p)⁻¹ = R(−p); dividing by cos² + sin² undoes an attention scaling that some rope types carry
             x = rotate(x, cos, -sin) / (cos * cos + sin * sin).unsqueeze(1)
-        return self._features(x, scale[layer][:, None, None]) @ left[layer]
+        scale = (self.value_scale if values else self.key_scale)[layer][:, None, None]
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
+        return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
     @property
     def in_one_pass(self) -> bool:
@@ -211,11 +218,6 @@ class ResidualMap(CacheMap):
             if rms:
                 z.mul_(weight)
             block.baddbmm_(z.transpose(1, 2), part.whole(right))
-
-    def _features(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """(B, H, T, D) -> (B, H, T, F)."""
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
-        return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
     def check_shapes(self):
         layers, heads, rank, dim = self.key_right.shape
