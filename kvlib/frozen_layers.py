@@ -61,8 +61,8 @@ class FrozenLayer:
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, key_dense, value_dense, key_latent, value_latent, layer, angles, prefix):
-        prefix = prefix.with_learnt((key_dense, value_dense, key_latent, value_latent))
+    def forward(ctx, x, key_dense, value_dense, corrected, layer, angles, prefix):
+        prefix = prefix.with_learnt((key_dense, value_dense, corrected))
         (batch, steps, width), wide = x.shape, prefix.keys.dtype
         flat = x.reshape(-1, width)
         turn = [t.to(wide).unsqueeze(1) for t in angles]  # (B, 1, S, D)
@@ -79,7 +79,7 @@ class _Layer(torch.autograd.Function):
         gate_up = layer.gate_up[0].times(normed, layer.gate_up[1])
         gate, up = gate_up.chunk(2, -1)
         out = layer.down[0].times(nn.functional.silu(gate).mul_(up), layer.down[1]).add_(middle)
-        ctx.layer, ctx.prefix, ctx.turn = layer, prefix.with_learnt([None] * 4), turn
+        ctx.layer, ctx.prefix, ctx.turn = layer, prefix.with_learnt([None] * 3), turn
         ctx.save_for_backward(
             flat, inverse, middle, inverse_middle, gate_up, *prefix.learnt, *kept[:-1], *kept.p
         )
@@ -88,10 +88,10 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):
         flat, inverse, middle, inverse_middle, gate_up, *others = ctx.saved_tensors
-        layer, prefix = ctx.layer, ctx.prefix.with_learnt(others[:4])
-        kept = Kept(*others[4:11], others[11:])
+        layer, prefix = ctx.layer, ctx.prefix.with_learnt(others[:3])
+        kept = Kept(*others[3:10], others[10:])
         ctx.prefix = None  # the packed prefix: as long as the step otherwise
-        wants_input, *learnt = ctx.needs_input_grad[:5]
+        wants_input, *learnt = ctx.needs_input_grad[:4]
         (batch, steps, width), wide = upstream.shape, prefix.keys.dtype
         d = upstream.reshape(-1, width)
         gate, up = gate_up.chunk(2, -1)

@@ -1,8 +1,8 @@
 """How attention reads a cached prefix through a residual map in training, so that gradients reach A and B cheaply.
 
-Attention is linear in K and in V. A map that is affine is one matrix on the query and one on the output. Of any other,
-x' = [x z] [W; s σ B] with z = f(x) A, r columns wide: the corrected cache is never made, and the gradients of what has
-its length are r wide instead of D.
+Attention is linear in K and in V. A map that is affine in x is one matrix on the query and one on the output; any other
+is so in [x, φ(x)], with φ its features that are not linear in x: the corrected cache is never made, and nothing of its
+length has a gradient. Keys whose correction turns with the position are the exception: those are corrected.
 """
 
 from collections.abc import Callable
@@ -21,53 +21,63 @@ def prefix_reads(
 
     dtype: in which to compute. angles: cos and sin (1, N, D) of the packed, roomy positions, for a map that needs them.
     """
-    lengths, affine, rank = prefix.lengths, not cache_map.why_not_affine, cache_map.rank
-    matrices = {kind: _matrices(cache_map, kind, dtype) for kind in ("key", "value")}
-    biases = {kind: _biases(cache_map, kind, dtype) for kind in ("key", "value")}
-    if cache_map.needs_rotary:  # a correction that turns with the position is no product of z with one matrix
-        matrices["key"] = biases["key"] = [None] * prefix.layers
-    columns = (0 if affine or cache_map.needs_rotary else rank, 0 if affine else rank)
-    dim = cache_map.geometry.head_dim
+    dim, lengths, turned = cache_map.geometry.head_dim, prefix.lengths, cache_map.needs_rotary
+    rms, quadratic = cache_map.features == "rms", cache_map.residual == "quadratic"
+    more = dim * (rms + quadratic)
+    (key_matrices, key_biases), (value_matrices, value_biases) = (
+        (_matrices(cache_map, kind, dtype), _biases(cache_map, kind, dtype)) for kind in ("key", "value")
+    )
+    if turned:
+        key_matrices = key_biases = [None] * prefix.layers
 
     def read(layer: int) -> PrefixRead:
-        keys, values = prefix.layer(layer, dtype, roomy=True, columns=columns)
-        key_latent = value_latent = None
-        if not affine:
-            x, y = keys[None, ..., :dim], values[None, ..., :dim]
-            make = _turned if cache_map.needs_rotary else _latent
-            key_latent, value_latent = make(cache_map, layer, x, angles), cache_map.latent(layer, y, True)[0]
-        return PrefixRead(
-            keys, values, lengths, matrices["key"][layer], matrices["value"][layer], key_latent, value_latent,
-            biases["key"][layer], biases["value"][layer],
-        )  # fmt: skip
+        keys, values = prefix.layer(layer, dtype, roomy=True, columns=(0 if turned else more, more))
+        for wide in (values,) if turned else (keys, values):
+            _fill(wide, dim, rms, quadratic)
+        corrected = _turned(cache_map, layer, keys, angles) if turned else None
+        matrices, biases = (
+            (key_matrices[layer], value_matrices[layer]),
+            (key_biases[layer], value_biases[layer]),
+        )
+        return PrefixRead(keys, values, lengths, *matrices, corrected, *biases)
 
     return read
 
 
-def _latent(cache_map: ResidualMap, layer: int, keys: torch.Tensor, angles) -> torch.Tensor:
-    return cache_map.latent(layer, keys, False)[0]
+def _fill(wide: torch.Tensor, dim: int, rms: bool, quadratic: bool) -> None:
+    """wide (H, N, E): x is there; behind it x / rms(x) for RMS-normalised features, and the squares for a quadratic map."""
+    x = wide[..., :dim]
+    if rms:
+        weight = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-12)
+        x = torch.mul(x, weight, out=wide[..., dim : 2 * dim])
+    if quadratic:
+        torch.square(x, out=wide[..., -dim:])
 
 
 def _turned(cache_map: ResidualMap, layer: int, keys: torch.Tensor, angles) -> torch.Tensor:
     """The corrected keys themselves, (H, N, D)."""
     base = keys if cache_map.base is None else cache_map.base.affine(layer)[0].forward(keys)
     right = cache_map.scale * cache_map.key_scale[layer][:, None, None] * cache_map.key_right[layer]
-    return (base + rotate(cache_map.latent(layer, keys, False, angles) @ right, *angles))[0]
+    return base + rotate(cache_map.latent(layer, keys[None], False, angles) @ right, *angles)[0]
 
 
 def _matrices(cache_map: ResidualMap, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Of each layer W + s A B (H, D, D), or [W; s σ B] (H, D + r, D): W the base's, I for direct."""
+    """Of each layer (H, E, D): the rows for x, for x / rms(x) and for the squares, as the map has them."""
     left, right = (getattr(cache_map, f"{kind}_{side}") for side in ("left", "right"))
-    if cache_map.base is None:
-        base = torch.eye(right.shape[-1]).to(right).expand(*right.shape[:2], -1, -1)
-    else:
-        base = getattr(cache_map.base, f"{kind}_weight").to(right.dtype)
-    if cache_map.why_not_affine:
-        sigma = getattr(cache_map, f"{kind}_scale")[..., None, None]
-        whole = torch.cat([base, right * (cache_map.scale * sigma)], -2)
-    else:
-        whole = base + (left @ right).mul(cache_map.scale)
-    return whole.to(dtype).unbind(0)
+    sigma, scale, rms = (
+        getattr(cache_map, f"{kind}_scale")[..., None, None],
+        cache_map.scale,
+        cache_map.features == "rms",
+    )
+    dim = right.shape[-1]
+    product = (left @ right).mul(scale)  # (L, H, F, D)
+    linear, squares = product[..., :dim, :], product[..., dim:, :]
+    base = torch.eye(dim) if cache_map.base is None else getattr(cache_map.base, f"{kind}_weight")
+    base = base.to(right)
+    rows = [base.expand_as(linear), linear * sigma] if rms else [base + linear]
+    if cache_map.residual == "quadratic":
+        rows.append(squares * sigma if rms else squares / sigma)
+    return torch.cat(rows, -2).to(dtype).unbind(0)
 
 
 def _biases(cache_map: ResidualMap, kind: str, dtype: torch.dtype):

@@ -19,12 +19,12 @@ from kvlib.ragged import parts, roomy_length
 
 @dataclass(frozen=True)
 class PrefixRead:
-    """What one layer's attention reads of B packed prefixes: k' = [x z] W + c, and values alike.
+    """What one layer's attention reads of B packed prefixes: k' = [x φ(x)] W + c, and values alike.
 
-    keys, values: (H, N, E), x first; packed roomily, in the dtype in which to compute. key_latent, value_latent: z (H, N, r),
-    which depends on the map's weights, or None; the last r columns of keys or values are for it, and filled by
-    `attend`. key_dense, value_dense: W (H, E, D); None for the identity. key_bias, value_bias: c (H, D) or None.
-    lengths: of the prefixes, N the sum of their `roomy_length`.
+    keys, values: (H, N, E), packed roomily, in the dtype in which to compute. lengths: of the prefixes, N the sum of
+    their `roomy_length`. key_dense, value_dense: W (H, E, D); None for the identity. corrected: keys (H, N, D) that
+    depend on the map's weights and are read in the place of `keys`, whose memory they take; or None. key_bias,
+    value_bias: c (H, D) or None.
     """
 
     keys: torch.Tensor
@@ -32,12 +32,11 @@ class PrefixRead:
     lengths: list[int]
     key_dense: torch.Tensor | None = None
     value_dense: torch.Tensor | None = None
-    key_latent: torch.Tensor | None = None
-    value_latent: torch.Tensor | None = None
+    corrected: torch.Tensor | None = None
     key_bias: torch.Tensor | None = None
     value_bias: torch.Tensor | None = None
 
-    LEARNT = ("key_dense", "value_dense", "key_latent", "value_latent")
+    LEARNT = ("key_dense", "value_dense", "corrected")
 
     @property
     def learnt(self) -> tuple[torch.Tensor | None, ...]:
@@ -56,10 +55,10 @@ class Kept(NamedTuple):
     """What the backward pass needs; R = G S rows for each KV head, a KV head's queries side by side."""
 
     q: torch.Tensor  # (B, H, R, D), scaled
-    to_prefix: torch.Tensor  # (B, H, R, E): the query that reads [x z]
+    to_prefix: torch.Tensor  # (B, H, R, E): the query that reads [x φ(x)]
     new_keys: torch.Tensor  # (B, H, S, D)
     new_values: torch.Tensor
-    out: torch.Tensor  # (B, H, R, E): what was read of [x z]
+    out: torch.Tensor  # (B, H, R, E): what was read of [x φ(x)]
     share: torch.Tensor  # (B, H, R, 1): the new positions' part of the probabilities
     p_new: torch.Tensor  # (B, H, R, S): probabilities among them
     p: list[torch.Tensor]  # of each prompt: (H, R, its roomy length), the new positions' share at its length
@@ -80,11 +79,10 @@ def attend(
     q: (B, H, R, D), scaled, in the prefix's dtype, as are new_keys, new_values: (B, H, S, D). Returns: (B, H, R, D).
     """
     rows, steps, keys, values = q.shape[2], new_keys.shape[2], prefix.keys, prefix.values
-    for whole, latent in ((keys, prefix.key_latent), (values, prefix.value_latent)):
-        if latent is not None:
-            for part, length in prefix.parts():
-                inside = slice(part.start, part.start + length)
-                whole[:, inside, -latent.shape[-1] :] = latent[:, inside]
+    if prefix.corrected is not None:
+        for part, length in prefix.parts():
+            inside = slice(part.start, part.start + length)
+            keys[:, inside] = prefix.corrected[:, inside]
     to_prefix = q if prefix.key_dense is None else q @ prefix.key_dense.mT
     new_scores = (q @ new_keys.mT).masked_fill_(ahead(steps, rows // steps, q.device), float("-inf"))
     column = new_scores.logsumexp(-1, keepdim=True)
@@ -119,23 +117,16 @@ def attend_back(d: torch.Tensor, kept: Kept, prefix: PrefixRead, wanted: Wanted)
     if prefix.value_bias is not None:
         column = column - d @ prefix.value_bias.unsqueeze(-1)
     d_column, d_to_prefix = torch.empty_like(column), torch.empty_like(kept.to_prefix)
-    d_key_latent, d_value_latent = (
-        torch.empty_like(t) if learnt[name] else None
-        for name, t in (("key_latent", prefix.key_latent), ("value_latent", prefix.value_latent))
-    )
+    d_corrected = torch.zeros_like(prefix.keys) if learnt["corrected"] else None
     for n, (p, (part, length)) in enumerate(zip(kept.p, prefix.parts())):
         d_p = times_rows(d_out[n], prefix.values[:, part])
         d_p[..., length : length + 1] = column[n]
         d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype)
         d_column[n] = d_scores[..., length : length + 1]
         times_columns(d_scores, prefix.keys[:, part], d_to_prefix[n])
-        for latent, left, right in (
-            (d_key_latent, d_scores, kept.to_prefix[n]),
-            (d_value_latent, p, d_out[n]),
-        ):
-            if latent is not None:
-                torch.bmm(left.mT, right[..., -latent.shape[-1] :], out=latent[:, part])
-                latent[:, part.start + length : part.stop] = 0
+        if d_corrected is not None:
+            inside = slice(part.start, part.start + length)
+            torch.bmm(d_scores[..., :length].mT, kept.to_prefix[n], out=d_corrected[:, inside])
     d_q = d_new_keys = d_new_values = None
     if wanted.new:
         d_new_scores = torch._softmax_backward_data(of_new.mul_(kept.share), kept.p_new, -1, d.dtype)
@@ -146,7 +137,7 @@ def attend_back(d: torch.Tensor, kept: Kept, prefix: PrefixRead, wanted: Wanted)
         d_q = d_q.add_(d_new_scores @ kept.new_keys)
         if prefix.key_bias is not None:
             d_q.addcmul_(d_column, prefix.key_bias.unsqueeze(-2), value=-1)
-    found = {"key_latent": d_key_latent, "value_latent": d_value_latent}
+    found = {"corrected": d_corrected}
     found["key_dense"] = (d_to_prefix.mT @ kept.q).sum(0) if learnt["key_dense"] else None
     found["value_dense"] = (kept.out.mT @ d).sum(0) if learnt["value_dense"] else None
     return d_q, d_new_keys, d_new_values, tuple(found[name] for name in PrefixRead.LEARNT)
