@@ -58,7 +58,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, new_keys, new_values, key_dense, value_dense, corrected, scaling, prefix):
         prefix = prefix.with_learnt((key_dense, value_dense, corrected))
-        wide, (batch, heads) = prefix.keys.dtype, new_keys.shape[:2]
+        wide, (batch, heads) = prefix.dtype, new_keys.shape[:2]
         q = (query.to(wide) * scaling).reshape(batch, heads, -1, query.shape[-1])
         out, kept = attend(q, new_keys.to(wide), new_values.to(wide), prefix)
         ctx.prefix, ctx.scaling = prefix.with_learnt([None] * 3), scaling
@@ -69,7 +69,6 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, upstream):
         saved = ctx.saved_tensors
         prefix, kept = ctx.prefix.with_learnt(saved[:3]), Kept(*saved[3:10], list(saved[10:]))
-        ctx.prefix = None  # the packed prefix: as long as the step otherwise
         new, learnt = any(ctx.needs_input_grad[:3]), ctx.needs_input_grad[3:6]
         d = upstream.to(kept.q.dtype).reshape(kept.q.shape)
         d_q, d_keys, d_values, found = attend_back(d, kept, prefix, Wanted(new, tuple(learnt)))

@@ -63,7 +63,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, key_dense, value_dense, corrected, layer, angles, prefix):
         prefix = prefix.with_learnt((key_dense, value_dense, corrected))
-        (batch, steps, width), wide = x.shape, prefix.keys.dtype
+        (batch, steps, width), wide = x.shape, prefix.dtype
         flat = x.reshape(-1, width)
         turn = [t.to(wide).unsqueeze(1) for t in angles]  # (B, 1, S, D)
         normed, inverse = norm(flat, layer.norms[0])
@@ -90,9 +90,8 @@ class _Layer(torch.autograd.Function):
         flat, inverse, middle, inverse_middle, gate_up, *others = ctx.saved_tensors
         layer, prefix = ctx.layer, ctx.prefix.with_learnt(others[:3])
         kept = Kept(*others[3:10], others[10:])
-        ctx.prefix = None  # the packed prefix: as long as the step otherwise
         wants_input, *learnt = ctx.needs_input_grad[:4]
-        (batch, steps, width), wide = upstream.shape, prefix.keys.dtype
+        (batch, steps, width), wide = upstream.shape, prefix.dtype
         d = upstream.reshape(-1, width)
         gate, up = gate_up.chunk(2, -1)
         d_active, d_gate_up = layer.down[0].back(d), torch.empty_like(gate_up)

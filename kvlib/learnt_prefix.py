@@ -5,6 +5,7 @@ is so in [x, φ(x)], with φ its features that are not linear in x: the correcte
 length has a gradient. Keys whose correction turns with the position are the exception: those are corrected.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -30,16 +31,19 @@ def prefix_reads(
     if turned:
         key_matrices = key_biases = [None] * prefix.layers
 
-    def read(layer: int) -> PrefixRead:
+    def pack(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = prefix.layer(layer, dtype, roomy=True, columns=(0 if turned else more, more))
         for wide in (values,) if turned else (keys, values):
             _fill(wide, dim, rms, quadratic)
-        corrected = _turned(cache_map, layer, keys, angles) if turned else None
-        matrices, biases = (
-            (key_matrices[layer], value_matrices[layer]),
-            (key_biases[layer], value_biases[layer]),
+        return keys, values
+
+    def read(layer: int) -> PrefixRead:
+        packed = functools.partial(pack, layer)
+        corrected = _turned(cache_map, layer, packed()[0], angles) if turned else None
+        matrices = key_matrices[layer], value_matrices[layer]
+        return PrefixRead(
+            packed, dtype, lengths, *matrices, corrected, key_biases[layer], value_biases[layer]
         )
-        return PrefixRead(keys, values, lengths, *matrices, corrected, *biases)
 
     return read
 

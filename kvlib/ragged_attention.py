@@ -8,6 +8,7 @@ together: their log-sum-exp, and the bias of the keys, the same for every cached
 matrices are whole and contiguous, and nothing is added to them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,14 +22,15 @@ from kvlib.ragged import parts, roomy_length
 class PrefixRead:
     """What one layer's attention reads of B packed prefixes: k' = [x φ(x)] W + c, and values alike.
 
-    keys, values: (H, N, E), packed roomily, in the dtype in which to compute. lengths: of the prefixes, N the sum of
-    their `roomy_length`. key_dense, value_dense: W (H, E, D); None for the identity. corrected: keys (H, N, D) that
-    depend on the map's weights and are read in the place of `keys`, whose memory they take; or None. key_bias,
-    value_bias: c (H, D) or None.
+    pack: makes (keys, values), each (H, N, E), packed roomily, in the dtype in which to compute; once for each direction,
+    which takes no longer than keeping all layers' packed, and none of the memory. lengths: of the prefixes, N the sum
+    of their `roomy_length`. key_dense, value_dense: W (H, E, D); None for the identity. corrected: keys (H, N, D) that
+    depend on the map's weights and are read in the place of the packed ones, or None. key_bias, value_bias: c (H, D) or
+    None.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    pack: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    dtype: torch.dtype
     lengths: list[int]
     key_dense: torch.Tensor | None = None
     value_dense: torch.Tensor | None = None
@@ -46,6 +48,15 @@ class PrefixRead:
     def parts(self) -> list[tuple[slice, int]]:
         """Of each prompt: where it lies among the packed positions, and its length."""
         return list(zip(parts([roomy_length(n) for n in self.lengths]), self.lengths))
+
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys, values), the corrected keys in their place."""
+        keys, values = self.pack()
+        if self.corrected is not None:
+            for part, length in self.parts():
+                inside = slice(part.start, part.start + length)
+                keys[:, inside] = self.corrected[:, inside]
+        return keys, values
 
     def with_learnt(self, tensors) -> "PrefixRead":
         return replace(self, **dict(zip(self.LEARNT, tensors)))
@@ -78,11 +89,7 @@ def attend(
 
     q: (B, H, R, D), scaled, in the prefix's dtype, as are new_keys, new_values: (B, H, S, D). Returns: (B, H, R, D).
     """
-    rows, steps, keys, values = q.shape[2], new_keys.shape[2], prefix.keys, prefix.values
-    if prefix.corrected is not None:
-        for part, length in prefix.parts():
-            inside = slice(part.start, part.start + length)
-            keys[:, inside] = prefix.corrected[:, inside]
+    rows, steps, (keys, values) = q.shape[2], new_keys.shape[2], prefix.read()
     to_prefix = q if prefix.key_dense is None else q @ prefix.key_dense.mT
     new_scores = (q @ new_keys.mT).masked_fill_(ahead(steps, rows // steps, q.device), float("-inf"))
     column = new_scores.logsumexp(-1, keepdim=True)
@@ -110,20 +117,20 @@ def attend_back(d: torch.Tensor, kept: Kept, prefix: PrefixRead, wanted: Wanted)
 
     d: (B, H, R, D), the gradient of what `attend` returned.
     """
-    learnt = dict(zip(PrefixRead.LEARNT, wanted.learnt))
+    learnt, (keys, values) = dict(zip(PrefixRead.LEARNT, wanted.learnt)), prefix.read()
     d_out = d if prefix.value_dense is None else d @ prefix.value_dense.mT
     of_new = d @ kept.new_values.mT
     column = (of_new * kept.p_new).sum(-1, keepdim=True)  # the gradient of the new positions' share
     if prefix.value_bias is not None:
         column = column - d @ prefix.value_bias.unsqueeze(-1)
     d_column, d_to_prefix = torch.empty_like(column), torch.empty_like(kept.to_prefix)
-    d_corrected = torch.zeros_like(prefix.keys) if learnt["corrected"] else None
+    d_corrected = torch.zeros_like(keys) if learnt["corrected"] else None
     for n, (p, (part, length)) in enumerate(zip(kept.p, prefix.parts())):
-        d_p = times_rows(d_out[n], prefix.values[:, part])
+        d_p = times_rows(d_out[n], values[:, part])
         d_p[..., length : length + 1] = column[n]
         d_scores = torch._softmax_backward_data(d_p, p, -1, p.dtype)
         d_column[n] = d_scores[..., length : length + 1]
-        times_columns(d_scores, prefix.keys[:, part], d_to_prefix[n])
+        times_columns(d_scores, keys[:, part], d_to_prefix[n])
         if d_corrected is not None:
             inside = slice(part.start, part.start + length)
             torch.bmm(d_scores[..., :length].mT, kept.to_prefix[n], out=d_corrected[:, inside])
