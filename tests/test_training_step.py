@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kvlib import RidgeMap
 from kvlib.cache import Geometry
+from kvlib.frozen_layers import is_plain_llama
 from kvlib.maps.residual import WEIGHTS
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
@@ -85,6 +86,20 @@ def test_a_fast_step_has_the_plain_steps_loss_and_gradients(tmp_path, wide_norms
     assert loss == pytest.approx(wanted, rel=tolerance) and loss > 0
     assert all(float(gradient.abs().max()) > 0 for gradient in theirs)
     assert largest_error(ours, theirs) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("residual", "features"), [("linear", "own"), ("quadratic", "own"), ("linear", "rope_stripped")]
+)
+def test_a_body_that_is_no_plain_llama_keeps_its_own_layers(tmp_path, residual, features):
+    target, batch = setting(tmp_path, torch.float64)
+    for layer in target.model.layers:
+        layer.mlp.gate_proj.forward = layer.mlp.gate_proj.forward  # somebody else's
+    assert not is_plain_llama(target)
+    (loss, ours), (wanted, theirs) = both_ways(
+        target, random_residual(residual, features), batch, torch.float64
+    )
+    assert loss == pytest.approx(wanted, rel=1e-6) and largest_error(ours, theirs) < 1e-6
 
 
 def test_in_float32_they_differ_by_rounding_only(tmp_path):
