@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvlib.attaching import attach, compute_dtype
-from kvlib.attention import IDENTITY, Affine
+from kvlib.attention import IDENTITY
 from kvlib.cache import forward, handoff_cache
+from kvlib.frozen_body import FrozenBody
+from kvlib.learnt_prefix import prefix_reads
 from kvlib.maps.residual import WEIGHTS, ResidualMap
-from kvlib.packed import FrozenLinears, FrozenMatrix
+from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
-from kvlib.ragged import RaggedPrefix, parts, reading
+from kvlib.ragged import RaggedPrefix
 from kvlib.recomputing import recomputed
 from kvlib.room import Room
 from kvlib.streaming import ahead
+from kvlib.warmup import kv_mse
 
-MSE_POSITIONS = 128  # per prompt of a warm-up step
 KL_ROWS = 16  # of logits at a time
 
 
@@ -103,9 +105,10 @@ def train(
                 for start in range(0, batch.source.batch, most):
                     piece = batch.select(slice(start, start + most))
                     share = piece.source.batch / batch.source.batch
-                    value = (
-                        kv_mse(current, piece, rotary) if warm else forced_kl(frozen, current, piece, rotary)
-                    )
+                    if warm:
+                        value = kv_mse(current, piece.source, piece.target, rotary)
+                    else:
+                        value = forced_kl(frozen, current, piece, rotary)
                     (value * share).backward()
                     loss += float(value.detach()) * share
                 return loss
@@ -121,37 +124,17 @@ def train(
                 return
 
 
-def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
-    """Mean over prompts, layers, heads, K and V of |x' − y|² / |y|², y the target's cached vectors.
-
-    Over evenly spaced positions, about `MSE_POSITIONS` of them: neighbours say much the same.
-    """
-    step, wide = max(1, max(batch.source.lengths) // MSE_POSITIONS), cache_map.key_left.dtype
-    source, target = batch.source.every(step), batch.target.every(step)
-    angles = rotary(source.positions() * step) if rotary else None
-    member = torch.zeros(sum(source.lengths), source.batch, dtype=wide, device=source.device)  # (N, B)
-    for prompt, part in enumerate(parts(source.lengths)):
-        member[part, prompt] = 1
-    total = 0.0
-    for layer in range(source.layers):
-        ours = cache_map.correct(layer, *(t.unsqueeze(0) for t in source.layer(layer, wide)), angles)
-        for x, y in zip(ours, target.layer(layer, wide)):
-            error = (x[0] - y).pow(2).sum(-1) @ member  # (H, B)
-            total = total + (error / (y.pow(2).sum(-1) @ member)).mean()
-    return total / (2 * source.layers)
-
-
 @dataclass(frozen=True)
 class Frozen:
     """What training reads and never changes.
 
-    linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
-    which other devices do best with. head: (V, C). recompute: whether the target's layers are computed again in the
-    backward pass instead of keeping what they computed; always over one padded batch.
+    body: the target's layers as they run fastest on a CPU; None for the model as it is over one padded batch, which
+    other devices do best with. head: (V, C). recompute: whether the target's layers are computed again in the backward
+    pass instead of keeping what they computed; always over one padded batch.
     """
 
     target: object
-    linears: FrozenLinears | None
+    body: FrozenBody | None
     head: FrozenMatrix
     recompute: bool = False
 
@@ -159,48 +142,25 @@ class Frozen:
     def of(cls, target, head_weight: torch.Tensor, rows: int | None, recompute: bool = False) -> "Frozen":
         """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
         fast = rows is not None and head_weight.device.type == "cpu"
-        linears = FrozenLinears(target, rows) if fast and not recompute else None
-        return cls(target, linears, FrozenMatrix(head_weight, rows), recompute)
+        body = FrozenBody(target, rows) if fast and not recompute else None
+        return cls(target, body, FrozenMatrix(head_weight, rows), recompute)
 
 
 def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
-    read = _read_padded if frozen.linears is None else _read_ragged
+    read = _read_padded if frozen.body is None else _read_ragged
     hidden = read(frozen, cache_map, batch, rotary)
     return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), frozen.head)
 
 
 def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """The target's final hidden states (B, S, C) over the prefix as the map corrects it."""
-    prefix, wide = batch.source, compute_dtype(frozen.target)
-    lengths, angles = prefix.lengths, rotary(prefix.positions()) if rotary else None
-    maps = None if cache_map.why_not_affine else folded(cache_map, wide)
-
-    def layer_prefix(layer: int):
-        keys, values = prefix.layer(layer, wide)  # (H, N, D)
-        if maps is not None:
-            return keys, values, lengths, *maps[layer]
-        corrected = cache_map.correct(layer, keys.unsqueeze(0), values.unsqueeze(0), angles)
-        # rounded to the cache's dtype, as a handoff writes it there
-        return *(t[0].to(prefix.dtype).to(wide) for t in corrected), lengths, IDENTITY, IDENTITY
-
+    prefix = batch.source
+    angles = rotary(prefix.positions(roomy=True)) if rotary else None
     offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
-    positions = torch.tensor(lengths, device=prefix.device).unsqueeze(1) + offsets
-    with reading(frozen.target, layer_prefix), frozen.linears.within():
+    positions = torch.tensor(prefix.lengths, device=prefix.device).unsqueeze(1) + offsets
+    with frozen.body.reading(prefix_reads(cache_map, prefix, compute_dtype(frozen.target), angles)):
         return forward(frozen.target, batch.inputs, None, positions)
-
-
-def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Affine]]:
-    """(key map, value map) per layer, each one dense matrix: W + s A B (I for direct), all layers' products at once."""
-    found, base = [], cache_map.base
-    for kind in ("key", "value"):
-        product = (getattr(cache_map, f"{kind}_left") @ getattr(cache_map, f"{kind}_right")).mul(
-            cache_map.scale
-        )
-        whole = torch.eye(product.shape[-1]).to(product) if base is None else getattr(base, f"{kind}_weight")
-        biases = [None] * len(product) if base is None else getattr(base, f"{kind}_bias").to(dtype).unbind(0)
-        found.append([Affine(*parts) for parts in zip((whole + product).to(dtype).unbind(0), biases)])
-    return list(zip(*found))
 
 
 def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
