@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from kvlib.errors import KvlibError
 from kvlib.study.executors import Settings
+from kvlib.study.run import ROOT
 
 OBJECT_STORE_BYTES = 80 * 2**20  # what comes back is tables; Ray takes no less
 CONNECT_S = 10
@@ -29,6 +31,8 @@ QUIET = {
 
 def require_ray() -> None:
     """Raises KvlibError, with what to install, where there is no Ray."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # advice on packages that would make its outputs in notebooks richer
     try:
         import ray  # noqa: F401
     except ImportError as error:
@@ -36,6 +40,8 @@ def require_ray() -> None:
             f"executor ray given, expected the package ray, which cannot be imported ({error}): install it with "
             "`pip install -r requirements-ray.txt -c requirements.lock`, or leave the executor out"
         ) from error
+    finally:
+        logging.disable(before)
 
 
 @dataclass(frozen=True)
@@ -58,13 +64,15 @@ def connected(settings: Settings, device: str) -> Iterator[None]:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     with _environment(QUIET), _sigterm_kept():
         if settings.address is not None:
-            _join(settings.address, quiet)
+            join(settings.address, **quiet)
             try:
                 yield
             finally:
                 ray.shutdown()
             return
-        with _environment({"RAY_AUTH_TOKEN": _token()}), _short_folder() as folder:
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        own = {"RAY_AUTH_TOKEN": _token(), "PYTHONPATH": paths}
+        with _environment(own), _short_folder() as folder:
             try:
                 ray.init(address="local", **quiet, **_own(settings, device), _temp_dir=folder)
                 yield
@@ -114,7 +122,8 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _join(address: str, quiet: dict) -> None:
+def join(address: str, **quiet) -> None:
+    """Connect to a cluster that is running. Raises KvlibError, one sentence, where there is none at the address."""
     import ray
 
     if address.startswith("ray://"):

@@ -1,6 +1,7 @@
 """The executor of many: workers of Ray, each with the stage's models, that take one unit after another."""
 
 import contextlib
+import re
 import secrets
 import tempfile
 from collections import deque
@@ -15,7 +16,7 @@ from kvlib.errors import KvlibError
 from kvlib.study.bench import Bench
 from kvlib.study.executors import Settings
 from kvlib.study.executors.cluster import connected, room
-from kvlib.study.executors.worker import TOKEN, Job, Worker, passed_on, versions
+from kvlib.study.executors.worker import TOKEN, Job, Worker, check_node, passed_on
 from kvlib.study.learning import Task
 from kvlib.study.progress import Progress, read_progress
 from kvlib.study.records import PARTIAL
@@ -128,7 +129,8 @@ class RayExecutor:
                 left, self.counted = left - 1, [a + b for a, b in zip(self.counted, counted)]
                 self._show(f"{call.name}: done on {worker.at}")
                 yield call, value
-            self._show()
+            if left:
+                self._show()
 
     def _hire(self) -> None:
         # Ray starts no actor twice by itself: what a dead one was doing is given to any that is free.
@@ -138,17 +140,7 @@ class RayExecutor:
 
     def _welcome(self, worker: Hired, said: dict) -> None:
         worker.at, self.failed = f"{said['node']}, process {said['process']}", 0
-        if not said["shared"]:
-            raise KvlibError(
-                f"a Ray worker on node {said['node']} does not see {self.run.folder}, expected the run's folder at the same path on "
-                "every node: put it on a shared disk (KVLIB_HOME names another place for results), or leave the address out"
-            )
-        for name, here in versions().items():
-            if said["versions"][name] != here:
-                raise KvlibError(
-                    f"a Ray worker on node {said['node']} has {name} {said['versions'][name]}, expected {here} as here: install the "
-                    "same versions on every node"
-                )
+        check_node(said, self.run.folder)
 
     def _give(self, worker: Hired, call: Call) -> None:
         call.report.unlink(missing_ok=True)  # what a worker that died had counted
@@ -189,7 +181,7 @@ class RayExecutor:
         )
         notes = [f"{state['note']} on {worker.at}" for worker, state in states if state["note"]]
         more = [f"{len(notes) - SHOWN} more"] if len(notes) > SHOWN else []
-        waiting = [] if at_work or note else ["waiting for a Ray worker"]
+        waiting = [] if at_work or self.idle or note else ["waiting for a Ray worker"]
         self.progress.show(done, initial, "; ".join([*filter(None, [note]), *notes[:SHOWN], *more, *waiting]))
 
     def _dismiss(self) -> None:
@@ -197,3 +189,10 @@ class RayExecutor:
             with contextlib.suppress(RayError):
                 ray.kill(worker.actor)
         self.idle, self.pending = [], {}
+
+
+def _reason(error: RayError, last: bool) -> str:
+    """One line of Ray's, which says the most first; a trace of what could not start has its cause in the last line."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in plain.splitlines() if line.strip()] or [type(error).__name__]
+    return lines[-1 if last else 0].rstrip(".").replace(". ", ", ")

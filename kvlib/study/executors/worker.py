@@ -42,6 +42,21 @@ def versions() -> dict[str, str]:
     return {"kvlib's code": code_hash()[:12]} | {name: importlib.metadata.version(name) for name in ALIKE}
 
 
+def check_node(said: dict, folder: Path) -> None:
+    """Raises KvlibError where a worker, as it introduced itself, is not fit for the run in `folder`."""
+    if not said["shared"]:
+        raise KvlibError(
+            f"a Ray worker on node {said['node']} does not see {folder}, expected the run's folder at the same path on every "
+            "node: put it on a shared disk (KVLIB_HOME names another place for results), or leave the address out"
+        )
+    for name, here in versions().items():
+        if said["versions"][name] != here:
+            raise KvlibError(
+                f"a Ray worker on node {said['node']} has {name} {said['versions'][name]}, expected {here} as here: install the "
+                "same versions on every node"
+            )
+
+
 class Worker:
     """Made into an actor by the executor. Users' mistakes come back as sentences, everything else as Ray raises it."""
 
