@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,7 @@ def test_a_node_that_is_not_like_this_one_is_refused(tmp_path):
 
 SCRIPT = """
 import sys
+import tempfile
 from benches import Pretended
 from test_executors import TWO, unit
 from kvlib.study.executors.ray import RayExecutor
