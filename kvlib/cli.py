@@ -26,6 +26,7 @@ from kvlib.options import (
     run_folder_of,
     run_names,
 )
+from kvlib.planned import plan
 from kvlib.study.display import duration
 from kvlib.terminal import PairsCommand, run_app, say, short
 
@@ -245,6 +246,9 @@ def _build(run: str, note: str = "") -> None:
 
 for look in (params, arms, profiles, status, verify):
     app.command()(look)
+
+
+app.command(cls=PairsCommand)(plan)
 
 
 def main() -> None:

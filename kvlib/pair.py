@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -128,13 +129,31 @@ def fingerprint(model) -> str:
     return digest.hexdigest()
 
 
+class Outline:
+    """What of a model can be compared without its weights: configuration, dtype, rotary embedding.
+
+    Kept of a model that is let go before the other one of its pair is loaded. It passes for a model where its weights
+    are not asked for.
+    """
+
+    def __init__(self, model):
+        weight = next(model.parameters())
+        self.config, self._weight = model.config, torch.empty(0, dtype=weight.dtype, device=weight.device)
+        self.base_model = SimpleNamespace(rotary_emb=getattr(model.base_model, "rotary_emb", None))
+
+    def parameters(self):
+        return iter((self._weight,))
+
+
 def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
-    names = f"source {name_or_type(source)} and target {name_or_type(target)}"
+    check_alike(target, source, target_tokenizer, source_tokenizer)
+    check_target(target)
 
-    def differ(what, given, wanted, remedy):
-        raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
 
+def check_shapes(target, source) -> None:
+    """The part of `check_compatible` that asks the configurations alone: of anything that has a `config`."""
+    names, differ = _differing(target, source)
     given, wanted = Geometry.of(source), Geometry.of(target)
     for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
         if getattr(given, field) != getattr(wanted, field):
@@ -157,13 +176,28 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
             target.config.vocab_size,
             "choose models with one tokenizer",
         )
+
+
+def check_alike(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+    """`check_compatible` of two models or `Outline`s of them, without trying whether the target reads a cache."""
+    check_shapes(target, source)
+    names, differ = _differing(target, source)
     if target_tokenizer is not None and source_tokenizer is not None:
         _check_tokenizers(names, target_tokenizer, source_tokenizer)
     dtypes = [next(m.parameters()).dtype for m in (source, target)]
     if dtypes[0] != dtypes[1]:
         differ("dtype", *dtypes, "load both with the same dtype=")
     _check_rotary(target, source, differ)
-    check_target(target)
+
+
+def _differing(target, source):
+    """(both models' names, a function that refuses them for one difference)."""
+    names = f"source {name_or_type(source)} and target {name_or_type(target)}"
+
+    def differ(what, given, wanted, remedy):
+        raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
+
+    return names, differ
 
 
 def _check_tokenizers(names, target, source):

@@ -1,6 +1,8 @@
 """Train a residual map: KV-MSE warm-up, then KL along forced text, through a frozen target."""
 
+import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -8,11 +10,14 @@ import torch
 
 from kvlib.attaching import attach, compute_dtype
 from kvlib.attention import IDENTITY, Affine
-from kvlib.cache import PrefixCache, forward, handoff_cache
+from kvlib.cache import forward, handoff_cache
 from kvlib.maps.residual import WEIGHTS, ResidualMap
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
 from kvlib.ragged import RaggedPrefix, parts, reading
+from kvlib.recomputing import recomputed
+from kvlib.room import Room
+from kvlib.streaming import ahead
 
 MSE_POSITIONS = 128  # per prompt of a warm-up step
 KL_ROWS = 16  # of logits at a time
@@ -38,12 +43,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `phase` is "warmup" (loss: KV-MSE relative to the target's energy) or "kl" (nats)."""
+    """What one step did. `phase` is "warmup" (loss: KV-MSE relative to the target's energy) or "kl" (nats).
+
+    micro_batch: how many prompts went through at once.
+    """
 
     number: int
     phase: str
     loss: float
     map: ResidualMap
+    micro_batch: int = 0
 
 
 def train(
@@ -55,47 +64,61 @@ def train(
     warmup_steps: int,
     learning_rate: float,
     head_weight: torch.Tensor,
-    micro_batch: int | None = None,
+    micro_batch: "int | Room | None" = None,
     frozen: "Frozen | None" = None,
 ) -> Iterator[Step]:
     """Yield after every step; only the map's four weights change. Stops after yielding a loss that is not finite.
 
+    A step for which memory runs out is done again with half as many prompts at once, and those after it like it.
+
     Args:
-        target: frozen model, in the dtype to compute in. initial: float32 map.
+        target: frozen model, in the dtype to compute in. initial: float32 map, on the target's device.
         batches: step number from 0 and whether target caches are needed -> `Batch`.
         steps: in all, `warmup_steps` of KV-MSE included. learning_rate: Adam's, with a cosine decay to a tenth.
         head_weight: the target's output embedding (V, C), float32: logits in half precision would be noise.
-        micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's.
+        micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's. A `Room` where the
+            caller wants to know what memory sufficed for.
         frozen: the target and its head as `Frozen.of` makes them, for several trainings; made here when None.
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
     optimiser = torch.optim.Adam(weights.values(), lr=learning_rate, betas=(0.9, 0.95))
     rotary = rotary_of(target) if current.needs_rotary else None
-    for number in range(steps):
-        warm = number < warmup_steps
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate * (0.55 + 0.45 * math.cos(math.pi * number / steps))
-        batch = batches(number, warm)
-        optimiser.zero_grad(set_to_none=True)
-        size = micro_batch or batch.source.batch
-        loss = 0.0
-        for start in range(0, batch.source.batch, size):
-            piece = batch.select(slice(start, start + size))
-            share = piece.source.batch / batch.source.batch
-            if warm:
-                value = kv_mse(current, piece, rotary)
-            else:
-                frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
-                value = forced_kl(frozen, current, piece, rotary)
-            (value * share).backward()
-            loss += float(value.detach()) * share
-        if math.isfinite(loss):
-            optimiser.step()
-        snapshot = replace(initial, **{name: weight.detach().clone() for name, weight in weights.items()})
-        yield Step(number + 1, "warmup" if warm else "kl", loss, snapshot)
-        if not math.isfinite(loss):
-            return
+    device, room = next(target.parameters()).device, micro_batch
+    if not isinstance(room, Room):
+        room = Room("step's prompts", micro_batch or sys.maxsize, "shorten the prompts or the windows")
+    with ahead(((n, n < warmup_steps) for n in range(steps)), lambda of: batches(*of), device) as stream:
+        for number, batch in enumerate(stream):
+            warm = number < warmup_steps
+            for group in optimiser.param_groups:
+                group["lr"] = learning_rate * (0.55 + 0.45 * math.cos(math.pi * number / steps))
+            if not warm and frozen is None:
+                frozen = Frozen.of(
+                    target, head_weight, min(room.most, batch.source.batch) * batch.inputs.shape[1]
+                )
+
+            def gradients(most: int, batch=batch, warm=warm, frozen=frozen) -> float:
+                optimiser.zero_grad(set_to_none=True)
+                loss = 0.0
+                for start in range(0, batch.source.batch, most):
+                    piece = batch.select(slice(start, start + most))
+                    share = piece.source.batch / batch.source.batch
+                    value = (
+                        kv_mse(current, piece, rotary) if warm else forced_kl(frozen, current, piece, rotary)
+                    )
+                    (value * share).backward()
+                    loss += float(value.detach()) * share
+                return loss
+
+            room.most = min(room.most, batch.source.batch)
+            loss = room.whole(gradients)
+            if math.isfinite(loss):
+                optimiser.step()
+            snapshot = {name: weight.detach().clone() for name, weight in weights.items()}
+            phase = "warmup" if warm else "kl"
+            yield Step(number + 1, phase, loss, replace(initial, **snapshot), room.most)
+            if not math.isfinite(loss):
+                return
 
 
 def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
@@ -123,18 +146,21 @@ class Frozen:
     """What training reads and never changes.
 
     linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
-    which other devices do best with. head: (V, C).
+    which other devices do best with. head: (V, C). recompute: whether the target's layers are computed again in the
+    backward pass instead of keeping what they computed; always over one padded batch.
     """
 
     target: object
     linears: FrozenLinears | None
     head: FrozenMatrix
+    recompute: bool = False
 
     @classmethod
-    def of(cls, target, head_weight: torch.Tensor, rows: int | None) -> "Frozen":
+    def of(cls, target, head_weight: torch.Tensor, rows: int | None, recompute: bool = False) -> "Frozen":
         """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
         fast = rows is not None and head_weight.device.type == "cpu"
-        return cls(target, FrozenLinears(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
+        linears = FrozenLinears(target, rows) if fast and not recompute else None
+        return cls(target, linears, FrozenMatrix(head_weight, rows), recompute)
 
 
 def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
@@ -180,28 +206,35 @@ def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Aff
 def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """As `_read_ragged`, by the attention of a handoff and in torch's own products."""
     target, prefix = frozen.target, batch.source.padded()
-    if cache_map.why_not_affine:
-        angles, dtype, wide = (
-            rotary(prefix.positions) if rotary else None,
-            prefix.dtype,
-            compute_dtype(target),
-        )
-        pairs = [
-            cache_map.correct(n, k.to(wide), v.to(wide), angles)
-            for n, (k, v) in enumerate(zip(prefix.keys, prefix.values))
-        ]
-        prefix = PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
-        maps = [(IDENTITY, IDENTITY)] * len(pairs)
-    else:
-        dtype = compute_dtype(target)
-        maps = [tuple(m.to(dtype) for m in cache_map.affine(n)) for n in range(len(prefix.keys))]
+    wide, angles = compute_dtype(target), rotary(prefix.positions) if rotary else None
+    affine = cache_map.why_not_affine is None
+    maps = [(IDENTITY, IDENTITY)] * len(prefix.keys)
+    if affine:
+        maps = [tuple(m.to(wide) for m in cache_map.affine(n)) for n in range(len(prefix.keys))]
     cache = handoff_cache(prefix)
+
+    def correct(layer: int) -> None:
+        held = cache.layers[layer]
+        pair = prefix.keys[layer].to(wide), prefix.values[layer].to(wide)
+        # rounded to the cache's dtype, as a handoff writes it there
+        new = (t.to(prefix.dtype) for t in cache_map.correct(layer, *pair, angles))
+        held.prefix_keys, held.prefix_values = new
+
     offsets = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
-    restore = attach(target, cache, maps, prefix.valid)
-    try:
+
+    @contextlib.contextmanager
+    def attached():
+        restore = attach(target, cache, maps, prefix.valid, None if affine else correct)
+        try:
+            yield
+        finally:
+            restore()
+
+    with (
+        attached(),
+        recomputed(target, cache, prefix, attached) if frozen.recompute else contextlib.nullcontext(),
+    ):
         return forward(target, batch.inputs, cache, prefix.lengths.unsqueeze(1) + offsets)
-    finally:
-        restore()
 
 
 class HeadKL(torch.autograd.Function):

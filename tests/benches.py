@@ -35,7 +35,7 @@ class MeetingBench(Bench):
         return super().do(unit, progress)
 
 
-def open_and_die_once(run, stage, pair, progress) -> Bench:
+def open_and_die_once(run, stage, pair, progress, filled=False) -> Bench:
     """A bench in whose process one arm ends in its middle, the first time that it is trained."""
     mark, train = run.folder.parent / "killed", learning.train
 
@@ -48,15 +48,15 @@ def open_and_die_once(run, stage, pair, progress) -> Bench:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     learning.train = dying
-    return MeetingBench.open(run, stage, pair, progress)
+    return MeetingBench.open(run, stage, pair, progress, filled)
 
 
-def open_without_training(run, stage, pair, progress) -> Bench:
+def open_without_training(run, stage, pair, progress, filled=False) -> Bench:
     def refused(*_, **__):
         raise RuntimeError("an arm was trained again")
 
     learning.train = refused
-    return Bench.open(run, stage, pair, progress)
+    return Bench.open(run, stage, pair, progress, filled)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Pretended:
     run: object
 
     @classmethod
-    def open(cls, run, stage, pair, progress) -> "Pretended":
+    def open(cls, run, stage, pair, progress, filled=False) -> "Pretended":
         return cls(run)
 
     def do(self, unit: Unit, progress: Progress) -> Done:

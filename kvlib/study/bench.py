@@ -27,9 +27,9 @@ class Bench:
     scorer: Scorer
 
     @classmethod
-    def open(cls, run: Run, stage: str, pair: dict, progress: Progress) -> "Bench":
-        """stage: "screen" or "confirm". pair: the pair stage's summary. Caches that are missing are filled."""
-        return cls(run, *prepare(run, stage, pair, progress))
+    def open(cls, run: Run, stage: str, pair: dict, progress: Progress, filled: bool = False) -> "Bench":
+        """stage: "screen" or "confirm". pair: the pair stage's summary. filled: as for `prepare`."""
+        return cls(run, *prepare(run, stage, pair, progress, filled=filled))
 
     @property
     def score_cost(self) -> float:

@@ -13,7 +13,7 @@ from kvlib.pair import fingerprint
 from kvlib.study.assets import load_assets
 from kvlib.study.corpus import Article
 from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCorpus
-from kvlib.study.run import Run
+from kvlib.study.run import Run, device_name
 
 PACKAGES = (
     "torch",
@@ -83,8 +83,8 @@ def describe_corpus(run: Run, articles: list[Article]) -> dict:
     }  # fmt: skip
 
 
-def environment() -> dict:
-    """What ran this, for the colophon."""
+def environment(device: torch.device | None = None) -> dict:
+    """What ran this, for the colophon. device: where the models were; a card where there is one, when None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "python": platform.python_version(),
@@ -95,7 +95,7 @@ def environment() -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(memory, 1),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(device or torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "commit": commit(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
     }

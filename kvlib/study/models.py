@@ -1,6 +1,8 @@
 """The models of a run: made once in the pair stage, loaded from its folder afterwards."""
 
+import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from kvlib.pair import first_line, load_model, load_tokenizer
 from kvlib.study.assets import fetch
 from kvlib.study.folders import check_folder, write_folder
 from kvlib.study.profile import GgufModel, HubModel, RandomModel
-from kvlib.study.run import Run
+from kvlib.study.run import Run, device_of
 
 CACHE_VARIABLE = "KVLIB_CACHE"  # where assets are kept; .cache in the project's folder unless set
 
@@ -27,8 +29,35 @@ def place_of(run: Run, role: str) -> str:
 
 
 def load_pair_model(run: Run, role: str, dtype: torch.dtype | None = None):
-    """The run's `target` or `source`, frozen; in the profile's dtype unless another is given."""
-    return load_model(_checked_place(run, role), dtype=dtype or getattr(torch, run.profile.pair.dtype))
+    """The run's `target` or `source`, frozen, on the profile's device; in its dtype unless another is given."""
+    dtype = dtype or getattr(torch, run.profile.pair.dtype)
+    return load_model(_checked_place(run, role), dtype=dtype, device=device_of(run.profile))
+
+
+class OneModel:
+    """One model in memory at a time: before another is loaded, the last one is let go.
+
+    checked: called with the role and every model that is loaded. It must keep none of them, and nor must who asks.
+    """
+
+    def __init__(self, run: Run, checked: Callable[[str, object], None] = lambda role, model: None):
+        self.run, self.checked, self.held, self.model = run, checked, None, None
+
+    def get(self, role: str, dtype: torch.dtype | None = None):
+        """`load_pair_model`, unless it is the one that is there."""
+        wanted = role, dtype or getattr(torch, self.run.profile.pair.dtype)
+        if self.held != wanted:
+            self.free()
+            self.model, self.held = load_pair_model(self.run, *wanted), wanted
+            self.checked(role, self.model)
+        return self.model
+
+    def free(self) -> None:
+        """Let the model go; a card's memory is given back to whoever asks for it next."""
+        self.model = self.held = None
+        gc.collect()  # a model's modules refer to one another
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def load_pair_tokenizer(run: Run):

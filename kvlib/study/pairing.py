@@ -4,12 +4,14 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import torch
 
 from kvlib.errors import KvlibError
-from kvlib.pair import check_compatible, pair_fingerprint
+from kvlib.handoff import check_target
+from kvlib.pair import Outline, check_alike, check_shapes, pair_fingerprint
 from kvlib.pruning import prune_width
 from kvlib.study.assets import fetch
 from kvlib.study.corpus import (
@@ -24,6 +26,7 @@ from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
 from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import (
+    OneModel,
     cache_folder,
     load_pair_config,
     load_pair_model,
@@ -36,7 +39,7 @@ from kvlib.study.planning import PartitionRequest, plan_partitions
 from kvlib.study.profile import HubModel, Partition, Profile, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
-from kvlib.study.run import Run, training_dtype
+from kvlib.study.run import Run, device_of, training_dtype
 
 PRUNING_COST = ("seconds", "peak_bytes")
 
@@ -60,25 +63,29 @@ def run_pair(run: Run) -> dict:
     check_lengths(run, load_pair_config(run, "target"))  # before text is looked for that no model could read
     partitions = partitions_of(run, articles, tokenizer)
     pruning = make_source(run, partitions, tokenizer, progress, units=70)
-    target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
-    check_compatible(target, source, tokenizer, tokenizer)
-    progress.advance(4, "models loaded and compared")
+    check_shapes(*(SimpleNamespace(config=load_pair_config(run, role)) for role in ("target", "source")))
     tokens = partitions.tokens("screen_validate", tokenizer)
-    settings = profile.evaluation
-    passed = gates(
-        target,
-        tokens,
-        settings.gate_prefix_tokens,
-        profile.prompt.forced_steps,
-        settings.gate_tolerance,
-        progress,
-    )
-    losses = {role: held_out_nll(model, tokens) for role, model in (("target", target), ("source", source))}
+    settings, models = profile.evaluation, OneModel(run)
+    described, losses, outlines = {}, {}, {}
+    for role in ("source", "target"):  # the target last: a longer way to go, and nothing needs it after
+        model = models.get(role)
+        outlines[role] = Outline(model)
+        described[role] = describe_model(model, display_name(run, role))
+        if role == "target":
+            check_alike(outlines["target"], outlines["source"], tokenizer, tokenizer)
+            check_target(model)
+            progress.advance(4, "models loaded and compared")
+            passed = gates(
+                model,
+                tokens,
+                settings.gate_prefix_tokens,
+                profile.prompt.forced_steps,
+                settings.gate_tolerance,
+                progress,
+            )
+        losses[role] = held_out_nll(model, tokens)
+        del model
     progress.advance(16, "gate and losses measured")
-    described = {
-        role: describe_model(model, display_name(run, role))
-        for role, model in (("target", target), ("source", source))
-    }
     summary = {
         **described,
         "pruning": without_cost(pruning),
@@ -88,11 +95,13 @@ def run_pair(run: Run) -> dict:
         "decision_rule": decision_rule_hash(),
         "partitions": partitions.summary(),
         "corpus": describe_corpus(run, articles),
-        "training_dtype": str(training_dtype(profile.training.dtype)).removeprefix("torch."),
+        "training_dtype": str(training_dtype(profile.training.dtype, device_of(profile))).removeprefix(
+            "torch."
+        ),
         "seed": profile.seed,
     }
     cost = {f"pruning_{key}": (pruning or {}).get(key) for key in PRUNING_COST}
-    return run.publish("pair", summary, started, {**cost, "environment": environment()})
+    return run.publish("pair", summary, started, {**cost, "environment": environment(device_of(profile))})
 
 
 def _clear(folder: Path) -> None:

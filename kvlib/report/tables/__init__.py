@@ -13,6 +13,7 @@ from kvlib.report.tables.making import (
     partitions,
     read_layers,
 )
+from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
 from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
@@ -50,6 +51,10 @@ __all__ = [
     "partitions",
     "paths",
     "pipeline",
+    "plan_cards",
+    "plan_downloads",
+    "plan_memory",
+    "plan_stages",
     "prompts",
     "read_layers",
     "seeds",

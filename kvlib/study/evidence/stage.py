@@ -62,7 +62,7 @@ def run_evidence(run: Run) -> dict:
     write_table(folder / "lengths.parquet", lengths)
     started = run.add_time(STAGE, started)
 
-    trainer, scorer = prepare(run, "confirm", pair, progress)
+    trainer, scorer = prepare(run, "confirm", pair, progress, asked_by=STAGE)
     learning = measure_learning(run, trainer, scorer, frozen, work, progress)
     write_table(folder / "learning.parquet", learning)
     started = run.add_time(STAGE, started)
@@ -72,14 +72,17 @@ def run_evidence(run: Run) -> dict:
     started = run.add_time(STAGE, started)
 
     write_table(folder / "singular_values.parquet", singular_values(maps["learned"]))
-    prefixes = [prefix for prefix, _ in scorer.batches]
-    write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
+    maps = {name: cache_map.to(scorer.device) for name, cache_map in maps.items()}
+    with scorer.stream() as batches:
+        prefixes = (prefix for prefix, _ in batches)
+        write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
     quality = work / "quality.parquet"
     if quality.exists():
         progress.skip(scorer.prompts * QUALITY_STEPS)
     else:
         tokens = partitions.tokens("confirm_validate", tokenizer)[:, : profile.prompt.prefix_tokens]
-        write_table(quality, measure_quality(scorer.target, tokens, scorer.batches, maps, progress))
+        with scorer.stream() as batches:
+            write_table(quality, measure_quality(scorer.target, tokens, batches, maps, progress))
     write_table(folder / "ridge.parquet", read_table(quality))
 
     return run.publish(

@@ -83,7 +83,7 @@ class Worker:
     @cached_property
     def _bench(self) -> Bench:
         job = self.job
-        return job.open_bench(job.run, job.stage, job.pair, Progress(job.stage, 1))
+        return job.open_bench(job.run, job.stage, job.pair, Progress(job.stage, 1), filled=True)
 
     def call(self, method: str, arguments: tuple, report: Path, opening: bool) -> tuple[str, object, tuple]:
         """Call a method of the bench.
