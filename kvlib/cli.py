@@ -11,11 +11,16 @@ import typer
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
+    AddressOption,
+    ExecutorOption,
+    GpusOption,
     NotebookArgument,
     PairsOption,
     ProfileOption,
     RunArgument,
     RunOption,
+    ThreadsOption,
+    WorkersOption,
     existing_run,
     profile_of,
     run_folder_of,
@@ -47,15 +52,24 @@ def run(
     reset: Annotated[
         bool, typer.Option("--reset", help="first forget the parameters that earlier commands gave this run")
     ] = False,
+    executor: ExecutorOption = None,
+    address: AddressOption = None,
+    gpus: GpusOption = None,
+    threads: ThreadsOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Run one notebook, or all in sequence and then the book. Finished work is found and not done again."""
     from kvlib.study import execution
+    from kvlib.study.executors import Settings
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
     from kvlib.study.run import HOME_VARIABLE, Run
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
+    how = Settings.from_environment(
+        executor=executor, address=address, gpus_per_unit=gpus, threads_per_unit=threads, workers=workers
+    ).check()
     texts = dict(pair.split("=", 1) for pair in parameter or [])
     profile, run = _take(texts, "profile", profile), _take(texts, "run", run)
     if "results" in texts:
@@ -87,7 +101,9 @@ def run(
         for number, script in enumerate(chosen, 1):
             label = f"[{number}/{len(chosen)}] {script.stem}"
             say(f"{label} …")
-            done = execution.run_notebook(script, profile, run, values[script], label=label)
+            done = execution.run_notebook(
+                script, profile, run, values[script], label=label, environment=how.environment()
+            )
             took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
             say(f"{label}: {took}")
         if notebook is None:

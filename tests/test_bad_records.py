@@ -50,7 +50,7 @@ FILES = [
     *(f"{stage}/{file}" for stage in ("screening", "confirmation")
       for file in ("windows-*/windows.json", "windows-*/source.bin", "windows-*/target.bin", "windows-*/hidden.bin",
                    "windows-*/scale.json", "prompts-*/prompts-*-source.safetensors", "prompts-*/prompts-*-native.safetensors",
-                   "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json",
+                   "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json", "arms/*/ran.json",
                    "arms/*/curve.parquet", "arms/*/scored-*.json", "arms/*/step-*.safetensors")),
     "screening/curves.parquet", "screening/grid.parquet", "confirmation/manifest.json",
     *(f"confirmation/{name}.safetensors" for name in ("learned", "ridge", "wrong_trained")),

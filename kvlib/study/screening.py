@@ -10,10 +10,11 @@ import torch
 
 from kvlib.cache import Geometry
 from kvlib.errors import KvlibError
-from kvlib.maps import DirectMap, RidgeMap, load_map, save_map
+from kvlib.maps import RidgeMap, load_map, save_map
 from kvlib.maps.base import map_provenance
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms
+from kvlib.study.executors import executor_of
 from kvlib.study.gate import gates
 from kvlib.study.learning import Task, Trainer
 from kvlib.study.lowering import PROMPTS, WINDOWS, room
@@ -26,6 +27,7 @@ from kvlib.study.run import Run, device_of, training_dtype
 from kvlib.study.scoring import Scorer
 from kvlib.study.selection_tables import arm_record, selected_arms, summarise_screening
 from kvlib.study.store import TOO_LONG, WINDOWS_AT_ONCE, WindowStore, hash_ids
+from kvlib.study.units import Unit
 
 # What the parts cost, in training steps, so that the time left can be told; measured on two cores.
 WINDOW_STEPS, PROMPT_STEPS, SCORE_STEPS = 4, 1.5, 0.2
@@ -149,41 +151,35 @@ def run_screening(run: Run) -> dict:
         + len(arms) * steps + (len(arms) + 2 + grid_size) * prompts * SCORE_STEPS
     )  # fmt: skip
     progress = Progress("screening", total)
-    trainer, scorer = prepare(run, "screen", pair, progress)
-    passed = stage_gates(run, trainer, scorer, progress)
-    score_units = prompts * SCORE_STEPS
-
-    tables = {}
-    for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
-        tables[name] = scorer.table(cache_map)
-        progress.advance(score_units, f"{name} scored")
     tasks = {arm.id: Task(arm, profile.training.seed, steps) for arm in arms}
-    records, curves, seconds = [], [], {}
-    for number, (arm, task) in enumerate(zip(arms, tasks.values()), 1):
-        trained = trainer.train(task, progress, f"arm {number} of {len(arms)}")
-        curves.append(trainer.curve(task))
-        seconds[arm.id] = trained["seconds"]
-        if trained["status"] == "finished":
-            tables[arm.id] = scored_table(trainer, scorer, task, steps, 1.0, progress, score_units)
-        records.append(arm_record(arm, trained, tables.get(arm.id)))
-        started = run.add_time("screening", started)
-
-    cells = {
-        (name, step, scale): table
-        for name in selected_arms(records, settings)
-        for step in settings.checkpoints
-        for scale, table in scored_tables(
-            trainer, scorer, tasks[name], step, settings.scales, progress, score_units
-        ).items()
-    }
-    found = summarise_screening(records, tables, cells, scorer.articles, settings, profile.seed)
+    first = [
+        Unit(name, task, f"arm {number} of {len(arms)}", ((steps, (1.0,)),))
+        for number, (name, task) in enumerate(tasks.items(), 1)
+    ]
+    with executor_of(run, "screen", pair, progress) as executor:
+        opening, trained = executor.opening(), {}
+        for unit, done in executor.each(first):
+            trained[unit.name] = done
+            started = run.add_time("screening", started)
+        trained = {name: trained[name] for name in tasks}  # workers end in any order
+        tables = opening.tables | {
+            name: done.tables[steps, 1.0]
+            for name, done in trained.items()
+            if done.ended["status"] == "finished"
+        }
+        records = [arm_record(arm, trained[arm.id].ended, tables.get(arm.id)) for arm in arms]
+        selected = selected_arms(records, settings)
+        grid = tuple((step, tuple(settings.scales)) for step in settings.checkpoints)
+        second = [Unit(name, tasks[name], f"scales of {name}", grid, trained=True) for name in selected]
+        scored = {unit.name: done.tables for unit, done in executor.each(second)}
+    cells = {(name, *cell): table for name in selected for cell, table in scored[name].items()}
+    articles, curves = opening.articles, [done.curve for done in trained.values()]
+    found = summarise_screening(records, tables, cells, articles, settings, profile.seed)
     folder = run.stage("screening")
     write_table(folder / "curves.parquet", pd.concat(curves, ignore_index=True))
     write_table(
         folder / "validation.parquet",
-        pd.concat(
-            [t.assign(arm=name, article=scorer.articles) for name, t in tables.items()], ignore_index=True
-        ),
+        pd.concat([t.assign(arm=name, article=articles) for name, t in tables.items()], ignore_index=True),
     )
     write_table(
         folder / "grid.parquet",
@@ -202,25 +198,21 @@ def run_screening(run: Run) -> dict:
             "prompts": prompts,
             "steps": steps,
             "prompts_per_step": profile.training.prompts_per_step,
-            "windows": len(trainer.store.windows),
-            "training_dtype": str(training_dtype(profile.training.dtype, device_of(profile))).removeprefix(
-                "torch."
-            ),
-            "gates": passed,
+            "windows": opening.windows,
+            "training_dtype": opening.training_dtype,
+            "gates": opening.gates,
         },
         started,
-        {"seconds": seconds},
+        {
+            "seconds": {name: done.ended["seconds"] for name, done in trained.items()},
+            "ran": {name: done.ran for name, done in trained.items()},
+        },
     )
 
 
 def scores_file(step: int, scale: float) -> str:
     """The name of the record of one checkpoint at one scale, in its arm's folder."""
     return f"scored-{step:05d}-{scale!r}.json"
-
-
-def scored_table(trainer: Trainer, scorer: Scorer, task: Task, step, scale, progress, units) -> pd.DataFrame:
-    """The validation table of one checkpoint at one scale, from its record when there is one."""
-    return scored_tables(trainer, scorer, task, step, [scale], progress, units)[scale]
 
 
 def scored_tables(
