@@ -105,10 +105,12 @@ def train(
                 for start in range(0, batch.source.batch, most):
                     piece = batch.select(slice(start, start + most))
                     share = piece.source.batch / batch.source.batch
-                    if warm:
-                        value = kv_mse(current, piece.source, piece.target, rotary)
-                    else:
-                        value = forced_kl(frozen, current, piece, rotary)
+                    source, target_cache = piece.source, piece.target
+                    value = (
+                        kv_mse(current, source, target_cache, rotary)
+                        if warm
+                        else forced_kl(frozen, current, piece, rotary)
+                    )
                     (value * share).backward()
                     loss += float(value.detach()) * share
                 return loss

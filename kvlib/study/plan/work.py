@@ -10,7 +10,7 @@ from kvlib.study.plan.operations import Cost
 from kvlib.study.screening import GATE_WINDOWS
 from kvlib.study.store import WINDOWS_AT_ONCE
 from kvlib.study.timing import BREAKDOWN_REPETITIONS, BROKEN_DOWN, broken_down, native_repetitions
-from kvlib.training import MSE_POSITIONS
+from kvlib.warmup import MSE_POSITIONS
 
 HANDOFFS = 3  # direct, ridge and learned; the fourth resident path is stock attention's direct
 
