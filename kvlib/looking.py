@@ -48,31 +48,36 @@ def profiles() -> None:
 
 
 def status(run: RunArgument) -> None:
-    """Say which stages of a run are done, how long they took, and what is left."""
-    from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run
+    """Say what of a run is done, running and left, how long it takes, and what is out of date and why."""
+    from kvlib.report.freshness import book_state
+    from kvlib.study.pages import page_states
+    from kvlib.study.run import NOTEBOOKS, Run
+    from kvlib.study.standing import DONE, same_elsewhere, standings
 
     folder = existing_run(run)
     opened = Run.open(profile_of(run), run, results=folder.parent)
-    rows = []
-    for stage in (*STAGES, *(extra for extra in EXTRA if (folder / extra).exists())):
-        summary = opened.finished(stage)
-        if summary:
-            state, took = "done", duration(summary["duration_s"])
-        else:
-            there = (folder / stage).exists()
-            state = (
-                "made with other settings"
-                if (folder / stage / "summary.json").exists()
-                else "begun"
-                if there
-                else "to do"
-            )
-            took = ""
-        rows.append((NOTEBOOKS[stage], state, took))
+    pages, found = page_states(run), standings(opened)
+    rows, reasons = [], []
+    for one in found:
+        name = NOTEBOOKS[one.stage]
+        took = duration(one.seconds) if one.seconds is not None else ""
+        if one.state != DONE and one.seconds is None and (other := same_elsewhere(opened, one.stage)):
+            took = f"about {duration(other[1])}, as in run {other[0]}"
+        rows.append((name, one.state, took, pages.pop(name, "none")))
+        reasons += [f"{name}: {one.why}"] if one.why else []
+    rows += [(name, "", "", state) for name, state in pages.items()]
     typer.echo(f"run {run} of profile {opened.profile.name}, {activity(run, folder)}")
     if opened.overrides:
         typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
-    table(("notebook", "state", "took"), rows)
+    table(("notebook", "state", "time", "page"), rows)
+    for reason in reasons:
+        typer.echo(f"out of date: {reason}")
+    left = [NOTEBOOKS[one.stage] for one in found if one.state != DONE]
+    spent = sum(one.seconds for one in found if one.state == DONE)
+    typer.echo(
+        f"done: {len(found) - len(left)} of {len(found)} stages in {duration(spent)}; left: {', '.join(left) or 'none'}"
+    )
+    typer.echo(f"book: {book_state(folder)}")
 
 
 def verify(run: RunArgument) -> None:

@@ -22,6 +22,15 @@ def build_if_stale(run_folder: Path) -> tuple[Path, bool]:
     return index, True
 
 
+def book_state(run_folder: Path) -> str:
+    """`up to date`, `none`, or that it is older than what it is made from."""
+    if not (Path(run_folder) / "book" / "index.html").exists():
+        return "none"
+    if _stamped(Path(run_folder) / "book.json") == _key(Path(run_folder)):
+        return f"up to date, {Path(run_folder) / 'book' / 'index.html'}"
+    return f"older than its pages: `python -m kvlib book {Path(run_folder).name}` builds it again"
+
+
 def _stamped(stamp: Path) -> str | None:
     try:
         return read_json(stamp)["key"]

@@ -113,15 +113,15 @@ def run_notebook(
             values[name] = value
     folder = run_folder(run) / "notebooks"
     place = folder / f"{script.stem}.ipynb"
-    inputs = _inputs_key(script, values)
+    inputs = inputs_key(script, values)
     if not force and _unchanged(place, script.stem, run, inputs):
         return Executed(place, False, 0.0)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     notebook = _execute(script, values, place, run, label or script.stem)
-    notebook.metadata["kvlib"] = {"inputs": inputs, "records": _records_key(script.stem, run)}
+    notebook.metadata["kvlib"] = {"inputs": inputs, "records": records_key(script.stem, run)}
     write_atomically(place, lambda path: nbformat.write(notebook, path))
-    _failed(place).unlink(missing_ok=True)
+    failed_notebook(place).unlink(missing_ok=True)
     return Executed(place, True, time.monotonic() - started)
 
 
@@ -130,7 +130,8 @@ def _name(script: Path) -> str:
     return str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
 
 
-def _failed(place: Path) -> Path:
+def failed_notebook(place: Path) -> Path:
+    """Where a half-run notebook is kept for reading; nothing but people reads it."""
     return place.with_name(f"{place.stem}.failed.ipynb")
 
 
@@ -191,8 +192,8 @@ def _keep_failed(partial: Path, script: Path, place: Path) -> Path:
     if partial.exists():
         notebook = nbformat.read(partial, as_version=4)
         _dress(notebook, script, place)
-        return write_atomically(_failed(place), lambda path: nbformat.write(notebook, path))
-    return _failed(place)
+        return write_atomically(failed_notebook(place), lambda path: nbformat.write(notebook, path))
+    return failed_notebook(place)
 
 
 def _first_line(text: str) -> str:
@@ -239,7 +240,7 @@ def _kernel_lock(folder: Path):
         os.close(handle)
 
 
-def _inputs_key(script: Path, values: dict) -> str:
+def inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
     code = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted((ROOT / "kvlib").rglob("*.py"))}
     data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
@@ -253,7 +254,7 @@ def _inputs_key(script: Path, values: dict) -> str:
     )  # fmt: skip
 
 
-def _records_key(name: str, run: str) -> dict[str, str]:
+def records_key(name: str, run: str) -> dict[str, str]:
     """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
@@ -269,7 +270,7 @@ def _unchanged(place: Path, name: str, run: str, inputs: str) -> bool:
         return False
     try:
         kept = parse_json(place)["metadata"]["kvlib"]
-        return kept["inputs"] == inputs and kept["records"] == _records_key(name, run)
+        return kept["inputs"] == inputs and kept["records"] == records_key(name, run)
     except (KvlibError, KeyError, TypeError):
         return False  # not ours, or damaged: it is made again
 
