@@ -11,6 +11,7 @@ import typer
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
+    DEFAULT_PROFILE,
     NotebookArgument,
     PairsOption,
     ProfileOption,
@@ -66,7 +67,7 @@ def run(
         raise KvlibError(
             "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
         )
-    profile = profile or profile_of(run) or "laptop"
+    profile = profile or profile_of(run) or DEFAULT_PROFILE
     settings, from_here = load_profile(profile), profile
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
@@ -112,7 +113,7 @@ def evidence(
     from kvlib.study.records import run_lock
     from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
-    run = load_profile(profile or "laptop").name if run is None else run
+    run = load_profile(profile or DEFAULT_PROFILE).name if run is None else run
     folder = existing_run(run)
     profile = profile or profile_of(run)
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
@@ -162,7 +163,7 @@ def fetch(profile: ProfileOption = None) -> None:
     """Download the model and the text that a profile needs, and check their hashes."""
     from kvlib.study.profile import load_profile
 
-    _fetch(load_profile(profile or "laptop"), say_found=True)
+    _fetch(load_profile(profile or DEFAULT_PROFILE), say_found=True)
 
 
 @app.command()

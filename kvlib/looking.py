@@ -1,6 +1,7 @@
 """Commands that only look: at parameters, arms, profiles and runs."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,14 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
-from kvlib.options import ProfileOption, RunArgument, existing_run, notebook_names, profile_of
+from kvlib.options import (
+    DEFAULT_PROFILE,
+    ProfileOption,
+    RunArgument,
+    existing_run,
+    notebook_names,
+    profile_of,
+)
 from kvlib.study.display import duration
 from kvlib.terminal import FAILURE, table
 
@@ -17,15 +25,22 @@ def params(
     notebook: Annotated[
         str, typer.Argument(help="a notebook, such as 01_screening", autocompletion=notebook_names)
     ],
+    profile: ProfileOption = None,
 ) -> None:
-    """List a notebook's parameters: names, types, defaults, meanings."""
+    """List a notebook's parameters: names, types, defaults, meanings. What is left out is as the profile has it."""
     from kvlib.study.execution import script_of
-    from kvlib.study.parameters import script_parameters
+    from kvlib.study.parameters import profile_keys, script_parameters
+    from kvlib.study.profile import load_profile
+    from kvlib.study.standing import flat
 
-    rows = [
-        (p.name, p.type, shown(p.default), p.meaning) for p in script_parameters(script_of(notebook)).values()
-    ]
-    table(("name", "type", "default", "meaning"), rows)
+    script, settings = script_of(notebook), load_profile(profile or DEFAULT_PROFILE)
+    keys, values = profile_keys(script), flat(settings.model_dump(mode="json"))
+    own = {"profile": profile or DEFAULT_PROFILE, "run": settings.name}
+    rows = []
+    for p in script_parameters(script).values():
+        default = own.get(p.name, values.get(keys.get(p.name, p.name), p.default))
+        rows.append((p.name, p.type, shown(default), p.meaning))
+    table(("name", "type", f"default ({settings.name})", "meaning"), rows)
 
 
 def arms(profile: ProfileOption = None) -> None:
@@ -35,7 +50,7 @@ def arms(profile: ProfileOption = None) -> None:
 
     rows = [
         (a.id, a.base, a.residual, a.features, a.rank, f"{a.learning_rate:g}", a.warmup_steps)
-        for a in chosen_arms(load_profile(profile or "laptop").screening)
+        for a in chosen_arms(load_profile(profile or DEFAULT_PROFILE).screening)
     ]
     table(("arm", "base", "residual", "features", "rank", "learning rate", "warm-up steps"), rows)
 
@@ -119,4 +134,5 @@ def activity(run: str, folder: Path) -> str:
 
 
 def shown(value) -> str:
-    return "null" if value is None else str(value)
+    """A value as one would give it with -p."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -7,6 +7,8 @@ import typer
 
 from kvlib.errors import KvlibError
 
+DEFAULT_PROFILE = "laptop"
+
 
 def notebook_names(incomplete: str) -> list[str]:
     from kvlib.study.execution import extra_scripts, scripts
@@ -38,7 +40,7 @@ NotebookArgument = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option(
-        help="a profile's name or a path to a YAML file; the run's own, else laptop",
+        help=f"a profile's name or a path to a YAML file; the run's own, else {DEFAULT_PROFILE}",
         autocompletion=profile_names_like,
     ),
 ]

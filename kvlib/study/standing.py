@@ -6,7 +6,7 @@ from kvlib.errors import KvlibError
 from kvlib.study.records import read_record
 from kvlib.study.run import EXTRA, MADE, OUTPUTS, STAGES, Run, read_summary
 
-DONE, TO_DO, BEGUN, STALE, DAMAGED = "done", "to do", "begun", "out of date", "damaged"
+DONE, TO_DO, BEGUN, STALE = "done", "to do", "begun", "out of date"
 MEASURES_THE_FROZEN_MAP = ("frozen_evaluation", "latency", *EXTRA)
 MOST_REASONS = 3
 
@@ -28,14 +28,11 @@ def standings(run: Run) -> list[Standing]:
 
 
 def standing(run: Run, stage: str) -> Standing:
+    """Raises KvlibError, with its file's name, where a record is damaged."""
     folder = run.stage(stage)
     if not (folder / "summary.json").exists():
-        spent = _spent(run, stage)
-        return Standing(stage, BEGUN if folder.exists() else TO_DO, spent or None)
-    try:
-        summary = read_summary(folder)
-    except KvlibError as error:
-        return Standing(stage, DAMAGED, None, str(error))
+        return Standing(stage, BEGUN if folder.exists() else TO_DO, run.spent(stage) or None)
+    summary = read_summary(folder)
     missing = [name for name in OUTPUTS[stage] if not (folder / name).exists()]
     if missing:
         return Standing(stage, STALE, summary["duration_s"], f"{missing[0]} is missing")
@@ -75,13 +72,6 @@ def flat(values: dict, prefix: str = "") -> dict:
 
 def _value(values: dict, name: str) -> str:
     return str(values[name]) if name in values else "not there"
-
-
-def _spent(run: Run, stage: str) -> float:
-    try:
-        return run.spent(stage)
-    except KvlibError:
-        return 0.0
 
 
 def same_elsewhere(run: Run, stage: str) -> tuple[str, float] | None:
