@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvlib.comparing import BookArgument, build_page, compare, open_existing
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
@@ -15,7 +16,6 @@ from kvlib.options import (
     NotebookArgument,
     PairsOption,
     ProfileOption,
-    RunArgument,
     RunOption,
     existing_run,
     profile_of,
@@ -150,12 +150,17 @@ def _attack(run) -> None:
 
 
 @app.command()
-def book(run: RunArgument) -> None:
-    """Build the book of a run that is finished."""
+def book(runs: BookArgument) -> None:
+    """Build the book of a run that is finished; of several runs, the page that compares them."""
+    from kvlib.study.comparing import compare_runs
     from kvlib.study.records import run_lock
 
-    with run_lock(existing_run(run)):
-        _build(run)
+    if len(runs) > 1:
+        opened = [open_existing(name) for name in runs]
+        build_page(opened, compare_runs(opened))
+    else:
+        with run_lock(existing_run(runs[0])):
+            _build(runs[0])
 
 
 @app.command()
@@ -228,7 +233,7 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, verify):
+for look in (params, arms, profiles, status, compare, verify):
     app.command()(look)
 
 
