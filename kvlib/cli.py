@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from kvlib.comparing import BookArgument, build_page, compare, open_existing
+from kvlib.commands.clean import clean
+from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
@@ -233,7 +234,7 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, compare, verify):
+for look in (params, arms, profiles, status, compare, verify, clean):
     app.command()(look)
 
 
