@@ -10,6 +10,7 @@ import typer
 
 from kvlib.commands.clean import clean
 from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
+from kvlib.commands.pdf import pdf
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
@@ -234,7 +235,7 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, compare, verify, clean):
+for look in (params, arms, profiles, status, compare, verify, clean, pdf):
     app.command()(look)
 
 
