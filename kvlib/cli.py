@@ -11,6 +11,7 @@ import typer
 from kvlib.commands.clean import clean
 from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
 from kvlib.commands.pdf import pdf
+from kvlib.commands.watch import watch
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
@@ -235,7 +236,7 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, compare, verify, clean, pdf):
+for look in (params, arms, profiles, status, compare, verify, clean, pdf, watch):
     app.command()(look)
 
 

@@ -282,17 +282,37 @@ def running_state(run: str) -> dict | None:
 
 
 def write_notebooks(folder: Path) -> list[Path]:
-    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command."""
+    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command.
+
+    Raises: KvlibError where an .ipynb file there was edited after its script: the edit would be lost.
+    """
     written = []
     for name, script in (scripts() | extra_scripts()).items():
-        notebook = read_script(script)
-        written.append(
-            write_atomically(
-                Path(folder) / f"{name}.ipynb",
-                lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"),
+        notebook, place = read_script(script), Path(folder) / f"{name}.ipynb"
+        if (
+            place.exists()
+            and place.stat().st_mtime > script.stat().st_mtime
+            and not _same_cells(place, notebook)
+        ):
+            raise KvlibError(
+                f"{place} was edited after {_name(script)}, expected the script to be the newer one: `jupytext --sync {place}` takes "
+                "the edit into the script (see jupytext.toml), or delete the file"
             )
+        written.append(
+            write_atomically(place, lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"))
         )
     return written
+
+
+def _same_cells(place: Path, notebook: nbformat.NotebookNode) -> bool:
+    """Whether an .ipynb file has the script's cells and tags, whatever its outputs; a file that is none can go."""
+    try:
+        cells = nbformat.read(place, as_version=4).cells
+    except Exception:  # nbformat raises many kinds
+        return True
+    return [(c.source, c.metadata.get("tags")) for c in cells] == [
+        (c.source, c.metadata.get("tags")) for c in notebook.cells
+    ]
 
 
 def forget_parameters(run: str) -> None:
