@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import operator
+from typing import Literal, overload
 
 import torch
 from transformers import Cache, DynamicCache
@@ -219,6 +220,18 @@ def forward(
         use_cache=cache is not None,
         **arguments,
     )[0]
+
+
+@overload
+def prefill(
+    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: Literal[False] = False
+) -> "PrefixCache": ...
+
+
+@overload
+def prefill(
+    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: Literal[True]
+) -> "tuple[PrefixCache, torch.Tensor]": ...
 
 
 @torch.no_grad()
