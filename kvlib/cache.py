@@ -88,7 +88,7 @@ class PrefixCache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of valid positions per prompt, (B,): the position of the next token."""
+        """Number of valid positions per prompt, (B,), which is the position of the next token."""
         if self.valid is None:
             return torch.full((self.batch,), self.tokens, device=self.device)
         return self.valid.sum(-1)

@@ -239,7 +239,14 @@ def _run_jupyter_book(source: Path, config: Path, aside: Path, report: Path, bui
         "--keep-going",
         "-q",
     ]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    path = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )  # whose docstrings are shown
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     said = ANSI.sub("", done.stdout + done.stderr).replace(str(source), "book").replace(str(aside), "book")
     if done.returncode:

@@ -44,7 +44,7 @@ def _key(run_folder: Path) -> str:
         for path in BOOK.rglob("*")
         if path.is_file() and not set(path.relative_to(BOOK).parts) & set(GENERATED)
     ]
-    code = [*(ROOT / "kvlib" / "report").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
+    code = [*(ROOT / "kvlib").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
     summaries = [run_folder / stage / "summary.json" for stage in ("pair", "confirmation")]
     records = [*(run_folder / "notebooks").glob("*.ipynb"), *summaries]
     paths = [
