@@ -28,9 +28,10 @@ book: setup
 evidence: setup
 	@$(KVLIB) evidence $(if $(RUN),$(RUN),--profile $(PROFILE))
 
+# One process per core, four at most: each of them holds the libraries and a tiny model or two in memory.
 test: setup-test
 	@$(KVLIB) fetch
-	@.venv/bin/python -m pytest
+	@.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 pdf: setup
 	@$(KVLIB) pdf $(or $(RUN),$(PROFILE))

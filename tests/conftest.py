@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TYPICAL_S = {
     "test_evidence_stage.py": 50, "test_verification.py": 110, "test_resilience.py": 90, "test_bad_records.py": 80,
 }  # fmt: skip
 OTHERWISE_S = 8
+SMOKE_GROUP = "smoke run"  # of tests that one process runs, so that there is one smoke run
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,18 @@ def _one_thread(request):
     torch.set_num_threads(before)
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items) -> None:
-    """Quick tests first: the smoke run is waited for at the end."""
+    """Quick tests first, where there is one process; with several, all that need the smoke run go to one of them."""
     items.sort(key=lambda item: "smoke_run" in item.fixturenames)
+    for item in items:
+        group = SMOKE_GROUP if "smoke_run" in item.fixturenames else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_configure(config) -> None:
-    config.pluginmanager.register(TimeLeft(config), "kvlib-time-left")
+    if not hasattr(config, "workerinput"):  # in the process that the person looks at
+        config.pluginmanager.register(TimeLeft(config), "kvlib-time-left")
 
 
 class TimeLeft:
@@ -111,23 +117,35 @@ class TimeLeft:
 
     def __init__(self, config):
         self.config, self.left, self.took = config, {}, {}
+        self.processes = 1
         self.said = time.monotonic()
 
     def pytest_collection_finish(self, session) -> None:
+        if session.items:  # with several processes, only they have any
+            self._begin([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids) -> None:
+        """Every process of pytest-xdist has found the same tests."""
+        self.processes = node.workerinput["workercount"]
+        if not self.left:
+            self._begin(ids)
+
+    def _begin(self, ids: list[str]) -> None:
+        ids = [plain_id(nodeid) for nodeid in ids]
         known = self.config.cache.get("kvlib/durations", {}) if hasattr(self.config, "cache") else {}
-        by_file: dict[str, int] = {}
-        for item in session.items:
-            by_file[item.path.name] = by_file.get(item.path.name, 0) + 1
-        for item in session.items:
-            typical = TYPICAL_S.get(item.path.name, OTHERWISE_S) / by_file[item.path.name]
-            self.left[item.nodeid] = known.get(item.nodeid, typical)
-        if session.items:
-            self._say(f"{len(session.items)} tests, about {self._minutes()}")
+        by_file = Counter(file_of(nodeid) for nodeid in ids)
+        for nodeid in ids:
+            name = file_of(nodeid)
+            self.left[nodeid] = known.get(nodeid, TYPICAL_S.get(name, OTHERWISE_S) / by_file[name])
+        shared = "" if self.processes == 1 else f" in {self.processes} processes"
+        self._say(f"{len(ids)} tests{shared}, about {self._minutes()}")
 
     def pytest_runtest_logreport(self, report) -> None:
-        self.took[report.nodeid] = self.took.get(report.nodeid, 0.0) + report.duration
+        nodeid = plain_id(report.nodeid)
+        self.took[nodeid] = self.took.get(nodeid, 0.0) + report.duration
         if report.when == "teardown":
-            self.left.pop(report.nodeid, None)
+            self.left.pop(nodeid, None)
             if time.monotonic() - self.said > SAY_EVERY_S and self.left:
                 self._say(f"{len(self.left)} tests left, about {self._minutes()}")
 
@@ -137,7 +155,7 @@ class TimeLeft:
             self.config.cache.set("kvlib/durations", {**known, **self.took})
 
     def _minutes(self) -> str:
-        seconds = sum(self.left.values())
+        seconds = sum(self.left.values()) / self.processes
         return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
     def _say(self, sentence: str) -> None:
@@ -146,3 +164,14 @@ class TimeLeft:
         if terminal is not None:
             terminal.ensure_newline()
             terminal.write_line(f"    {sentence}")
+
+
+def plain_id(nodeid: str) -> str:
+    """A test's name without the group that pytest-xdist puts behind it."""
+    for group in (SMOKE_GROUP, file_of(nodeid)):
+        nodeid = nodeid.removesuffix(f"@{group}")
+    return nodeid
+
+
+def file_of(nodeid: str) -> str:
+    return Path(nodeid.split("::")[0]).name
