@@ -6,7 +6,7 @@ import operator
 from typing import Literal, overload
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvlib import guards
 from kvlib.cache_layers import CacheIsFull, HandoffLayer, filled_cache
@@ -224,19 +224,31 @@ def forward(
 
 @overload
 def prefill(
-    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: Literal[False] = False
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: Literal[False] = False,
 ) -> "PrefixCache": ...
 
 
 @overload
 def prefill(
-    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: Literal[True]
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: Literal[True],
 ) -> "tuple[PrefixCache, torch.Tensor]": ...
 
 
 @torch.no_grad()
 def prefill(
-    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: bool = False
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: bool = False,
 ) -> "PrefixCache | tuple[PrefixCache, torch.Tensor]":
     """A model's cache over `input_ids` (B, T), without computing any logits, nor what follows the last layer's keys
     and values when the hidden states are not asked for.

@@ -37,7 +37,12 @@ class ModelPair:
 
     @classmethod
     def load(
-        cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu"
+        cls,
+        target: str | Path,
+        source: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
     ) -> "ModelPair":
         """Load both from folders or hub ids and check them.
 
@@ -60,7 +65,12 @@ class ModelPair:
         return prefill(self.source, input_ids, **kwargs)
 
     def handoff(
-        self, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, source=None
+        self,
+        prefix: PrefixCache,
+        cache_map: CacheMap,
+        mode: str = "auto",
+        *,
+        source: PreTrainedModel | None = None,
     ) -> Handoff:
         """`kvlib.handoff` into the target, for a cache that this pair's source computed.
 
@@ -114,7 +124,7 @@ def pair_fingerprint(source: str, target: str) -> str:
     return hashlib.sha256((source + target).encode()).hexdigest()
 
 
-def fingerprint(model) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over geometry, rotary settings and all weights (as bfloat16, so a dtype does not change it)."""
     config = model.config
     digest = hashlib.sha256(
@@ -128,7 +138,12 @@ def fingerprint(model) -> str:
     return digest.hexdigest()
 
 
-def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+def check_compatible(
+    target: PreTrainedModel,
+    source: PreTrainedModel,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
     names = f"source {name_or_type(source)} and target {name_or_type(target)}"
 
