@@ -16,7 +16,7 @@ from kvlib.study.learning import Task, task_folder
 from kvlib.study.records import PARTIAL, remove
 from kvlib.study.run import Run
 from kvlib.study.screening import caches_key, trainings_key
-from kvlib.study.standing import DONE, frozen_hash, standing
+from kvlib.study.standing import DONE, STALE, frozen_hash, standing
 
 TRAINED = ("screening", "confirmation")  # stages with caches and arms of their own
 
@@ -65,12 +65,15 @@ def pages(run: Run) -> list[Part]:
 
 
 def stale(run: Run) -> list[Part]:
-    """Arms, caches and timings of settings that the run no longer has; nothing where the present ones cannot be told."""
-    found = []
+    """Arms, caches and timings of settings that the run no longer has; nothing where the present ones cannot be told.
+
+    A stage whose summary is itself of other settings keeps all that it rests on, until it was run again.
+    """
+    found: list[Part] = []
     if standing(run, "pair").state == DONE:
         dtype = getattr(torch, run.require("pair", "clean")["training_dtype"])
         key, arms = caches_key(run, dtype), trainings_key(run, dtype)
-        for stage in TRAINED:
+        for stage in [stage for stage in TRAINED if standing(run, stage).state != STALE]:
             for path in _matching(run.stage(stage), "windows-*", "prompts-*", "ridge-*"):
                 if path.name.split("-", 1)[1].partition(".")[0] != key:
                     found.append(Part(path, "made for other settings"))
@@ -84,7 +87,8 @@ def stale(run: Run) -> list[Part]:
         for path in _matching(run.stage("frozen_evaluation"), "work-*/prompts-*.safetensors"):
             if path.parent != work:
                 found.append(Part(path, "caches of the final prompts, for other settings"))
-        for path in _matching(run.stage("latency") / "parts", "*.parquet"):
+        measured = standing(run, "latency").state != STALE
+        for path in _matching(run.stage("latency") / "parts", "*.parquet") if measured else []:
             if not path.stem.endswith(f"-{timed}"):
                 found.append(Part(path, "times of other settings"))
     return found
