@@ -16,15 +16,21 @@ from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
     DEFAULT_PROFILE,
+    AddressOption,
+    ExecutorOption,
+    GpusOption,
     NotebookArgument,
     PairsOption,
     ProfileOption,
     RunOption,
+    ThreadsOption,
+    WorkersOption,
     existing_run,
     profile_of,
     run_folder_of,
     run_names,
 )
+from kvlib.planned import plan
 from kvlib.study.display import duration
 from kvlib.terminal import PairsCommand, run_app, say, short
 
@@ -50,15 +56,24 @@ def run(
     reset: Annotated[
         bool, typer.Option("--reset", help="first forget the parameters that earlier commands gave this run")
     ] = False,
+    executor: ExecutorOption = None,
+    address: AddressOption = None,
+    gpus: GpusOption = None,
+    threads: ThreadsOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Run one notebook, or all in sequence and then the book. Finished work is found and not done again."""
     from kvlib.study import execution
+    from kvlib.study.executors import Settings
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
     from kvlib.study.run import HOME_VARIABLE, Run
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
+    how = Settings.from_environment(
+        executor=executor, address=address, gpus_per_unit=gpus, threads_per_unit=threads, workers=workers
+    ).check()
     texts = dict(pair.split("=", 1) for pair in parameter or [])
     profile, run = _take(texts, "profile", profile), _take(texts, "run", run)
     if "results" in texts:
@@ -86,11 +101,13 @@ def run(
             Run.open(
                 from_here, run, results=folder.parent
             )  # another profile's folder is refused before any download
-        _fetch(settings)
+        _fetch(settings, folder=folder)
         for number, script in enumerate(chosen, 1):
             label = f"[{number}/{len(chosen)}] {script.stem}"
             say(f"{label} …")
-            done = execution.run_notebook(script, profile, run, values[script], label=label)
+            done = execution.run_notebook(
+                script, profile, run, values[script], label=label, environment=how.environment()
+            )
             took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
             say(f"{label}: {took}")
         if notebook is None:
@@ -195,12 +212,14 @@ def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
     return option if given is None else given
 
 
-def _fetch(settings, say_found: bool = False) -> None:
+def _fetch(settings, say_found: bool = False, folder: Path | None = None) -> None:
+    """`folder`: of the run that it is for, which may have begun with certain commits of its models."""
     from tqdm import tqdm
 
     from kvlib.study.assets import fetch, load_assets
-    from kvlib.study.models import cache_folder
+    from kvlib.study.models import cache_folder, fetch_models
 
+    ids = fetch_models(settings.pair, (folder or run_folder_of(settings.name)) / "pair", say)
     names = [part.asset for part in (settings.pair.target, settings.corpus) if hasattr(part, "asset")]
     for name in names:
         asset = load_assets().get(name)
@@ -219,7 +238,7 @@ def _fetch(settings, say_found: bool = False) -> None:
             path = fetch(name, cache_folder(), progress=show)
         if say_found or not present:
             say(f"{name}: {short(path)}, its SHA-256 is right")
-    if say_found and not names:
+    if say_found and not names and not ids:
         say(f"profile {settings.name} needs no download")
 
 
@@ -238,6 +257,9 @@ def _build(run: str, note: str = "") -> None:
 
 for look in (params, arms, profiles, status, compare, verify, clean, pdf, watch):
     app.command()(look)
+
+
+app.command(cls=PairsCommand)(plan)
 
 
 def main() -> None:

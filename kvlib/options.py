@@ -76,6 +76,32 @@ PairsOption = Annotated[
         autocompletion=parameter_names,
     ),
 ]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|ray",
+        help="who trains the arms: this process, one after another (the default), or workers of Ray, many at once",
+    ),
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(help="a running Ray cluster, HOST:PORT or auto; this machine alone when left out"),
+]
+GpusOption = Annotated[
+    float | None,
+    typer.Option("--gpus-per-unit", help="what share of a GPU each worker of Ray gets; 1 when left out"),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads-per-unit",
+        help="processor threads of each worker; on a processor, records are the same bytes at equal threads",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(help="the most workers of Ray at once; as many as there is room for when left out"),
+]
 RunArgument = Annotated[
     str, typer.Argument(help="the run's name, a folder under results/", autocompletion=run_names)
 ]

@@ -29,6 +29,7 @@ CHAPTERS = (
     "04_latency",
     "10_study_and_run",
     "20_trust",
+    "30_gpu",
 )
 EVIDENCE = "evidence"  # a chapter with a command of its own; a page says so while there is none
 FOLDED = {

@@ -33,7 +33,7 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, home, sequence
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, code_files, home, sequence
 
 SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
@@ -93,13 +93,21 @@ def script_of(name: str) -> Path:
 
 
 def run_notebook(
-    script: Path, profile: str, run: str, parameters: dict, *, label: str = "", force: bool = False
+    script: Path,
+    profile: str,
+    run: str,
+    parameters: dict,
+    *,
+    label: str = "",
+    force: bool = False,
+    environment: dict[str, str] | None = None,
 ) -> Executed:
     """Execute one script for a run, unless it, its parameters, the code and its records are as they were.
 
     Args:
         profile, run: as for the command line. parameters: values for names of the script's parameters cell;
-            names and types are checked before anything starts. label: for the progress line.
+            names and types are checked before anything starts. label: for the progress line. environment: variables
+        for the kernel, of which no record may depend.
 
     The caller holds the run's lock. The executed notebook is `results/<run>/notebooks/<name>.ipynb`; one that
     failed is kept as `<name>.failed.ipynb`, which nothing reads but people.
@@ -118,7 +126,7 @@ def run_notebook(
         return Executed(place, False, 0.0)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    notebook = _execute(script, values, place, run, label or script.stem)
+    notebook = _execute(script, values, place, run, label or script.stem, environment or {})
     notebook.metadata["kvlib"] = {"inputs": inputs, "records": records_key(script.stem, run)}
     write_atomically(place, lambda path: nbformat.write(notebook, path))
     failed_notebook(place).unlink(missing_ok=True)
@@ -135,7 +143,9 @@ def failed_notebook(place: Path) -> Path:
     return place.with_name(f"{place.stem}.failed.ipynb")
 
 
-def _execute(script: Path, values: dict, place: Path, run: str, label: str) -> nbformat.NotebookNode:
+def _execute(
+    script: Path, values: dict, place: Path, run: str, label: str, environment: dict
+) -> nbformat.NotebookNode:
     # papermill writes after every cell: aside, so that only a whole notebook takes its place.
     aside = tempfile.TemporaryDirectory(prefix=PARTIAL, dir=place.parent)
     with aside as scratch, _kernel_lock(run_folder(run)) as lock:
@@ -149,7 +159,7 @@ def _execute(script: Path, values: dict, place: Path, run: str, label: str) -> n
                     kernel_name="python3",
                     progress_bar=False,
                     cwd=str(home()),
-                    kernel_manager_class=_kernel_manager(state, stream, lock),
+                    kernel_manager_class=_kernel_manager(state, stream, lock, environment),
                     shutdown_kernel="immediate",
                 )
         except PapermillExecutionError as error:
@@ -200,7 +210,7 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "no message")
 
 
-def _kernel_manager(state: Path, log, lock: int) -> type[AsyncKernelManager]:
+def _kernel_manager(state: Path, log, lock: int, environment: dict) -> type[AsyncKernelManager]:
     """A kernel of this very Python, whatever is registered; it holds the kernel lock while it lives."""
 
     class OwnKernel(AsyncKernelManager):
@@ -211,7 +221,7 @@ def _kernel_manager(state: Path, log, lock: int) -> type[AsyncKernelManager]:
 
         async def start_kernel(self, **kwargs):
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            env = {**os.environ, **QUIET, "PYTHONPATH": path, VARIABLE: str(state)}
+            env = {**os.environ, **QUIET, **environment, "PYTHONPATH": path, VARIABLE: str(state)}
             return await super().start_kernel(**kwargs, env=env, stdout=log, stderr=log, pass_fds=(lock,))
 
     return OwnKernel
@@ -242,7 +252,7 @@ def _kernel_lock(folder: Path):
 
 def inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
-    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted((ROOT / "kvlib").rglob("*.py"))}
+    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in code_files()}
     data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
     pins = ROOT / "requirements.lock"
     return hash_json(
