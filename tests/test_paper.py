@@ -18,6 +18,7 @@ from kvlib.study.run import Run, read_summary
 from kvlib.study.stages import run_confirmation, run_frozen_evaluation, run_pair, run_screening
 from tests.standins import save_fineweb, save_pair, save_profile, save_wikitext, texts_of
 
+pytestmark = pytest.mark.xdist_group("paper run")  # one process, so that there is one run
 ROOT = Path(__file__).resolve().parents[1]
 FAMILIES = {"paper": "llama", "llama-instruct": "llama", "qwen3": "qwen3"}
 CHOICES = (

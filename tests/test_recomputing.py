@@ -40,7 +40,7 @@ def test_on_the_processor_it_takes_the_padded_way_and_differs_by_rounding(tmp_pa
     head, rows = target.lm_head.weight.detach(), batch.inputs.numel()
     cache_map = random_residual("linear", "own")
     fast, again = (Frozen.of(target, head, rows, recompute) for recompute in (False, True))
-    assert fast.linears is not None and again.linears is None
+    assert fast.body is not None and again.body is None
     (loss, ours), (wanted, theirs) = (
         loss_and_gradients(frozen, cache_map, batch) for frozen in (again, fast)
     )

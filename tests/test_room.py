@@ -73,10 +73,9 @@ def test_other_errors_are_passed_on():
 def test_a_halved_step_has_the_same_result(models, store, monkeypatch, warmup_steps):  # noqa: F811
     target, _ = models
     whole = run(target, store, fresh(store), warmup_steps=warmup_steps)
-    for name in ("forced_kl", "kv_mse"):
-        at = 2 if name == "forced_kl" else 1
-        limited = fits_only(1, getattr(training, name), lambda *args, at=at: args[at].source.batch)
-        monkeypatch.setattr(training, name, limited)
+    sizes = {"forced_kl": lambda *args: args[2].source.batch, "kv_mse": lambda *args: args[1].batch}
+    for name, size in sizes.items():
+        monkeypatch.setattr(training, name, fits_only(1, getattr(training, name), size))
     halved = run(target, store, fresh(store), warmup_steps=warmup_steps)
     assert [step.micro_batch for step in halved] == [1] * 6 and whole[0].micro_batch == 2
     # float32 sums of the same terms in another order

@@ -10,7 +10,7 @@ from kvlib.study.plan.operations import Cost
 from kvlib.study.screening import GATE_WINDOWS
 from kvlib.study.store import WINDOWS_AT_ONCE
 from kvlib.study.timing import BREAKDOWN_REPETITIONS, BROKEN_DOWN, broken_down, native_repetitions
-from kvlib.warmup import MSE_POSITIONS
+from kvlib.warmup import POSITIONS
 
 HANDOFFS = 3  # direct, ridge and learned; the fourth resident path is stock attention's direct
 
@@ -108,7 +108,7 @@ def _training(bench: Bench, arm: Arm, steps: int) -> list[Part]:
     )  # fmt: skip
     if not arm.absorbable:
         step = step + 3 * target.corrected(size, cached, numbers)
-    positions = min(MSE_POSITIONS, cached)
+    positions = min(POSITIONS, cached)
     warm = target.warmup_step(whole, positions, numbers) + Cost(link=2 * whole * moved)
     warmups = min(arm.warmup_steps, steps)
     return [
