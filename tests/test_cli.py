@@ -65,7 +65,7 @@ def test_the_defaults_that_params_shows_are_the_profiles(kvlib):
 def test_every_parameter_but_a_few_is_a_setting_of_the_profile():
     every = {script.stem: script for script in execution.scripts().values()} | execution.extra_scripts()
     for name, script in every.items():
-        own = {"profile", "run", "results", "gpu_results", "seed"}
+        own = {"profile", "run", "results", "gpu_results", "seed", "cards", "planned"}
         assert set(script_parameters(script)) - own == set(profile_keys(script)) - own, name
 
 
