@@ -8,16 +8,20 @@ from typing import Annotated
 
 import typer
 
+from kvlib.commands.clean import clean
+from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
+from kvlib.commands.pdf import pdf
+from kvlib.commands.watch import watch
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
+    DEFAULT_PROFILE,
     AddressOption,
     ExecutorOption,
     GpusOption,
     NotebookArgument,
     PairsOption,
     ProfileOption,
-    RunArgument,
     RunOption,
     ThreadsOption,
     WorkersOption,
@@ -81,7 +85,7 @@ def run(
         raise KvlibError(
             "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
         )
-    profile = profile or profile_of(run) or "laptop"
+    profile = profile or profile_of(run) or DEFAULT_PROFILE
     settings, from_here = load_profile(profile), profile
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
@@ -129,7 +133,7 @@ def evidence(
     from kvlib.study.records import run_lock
     from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
-    run = load_profile(profile or "laptop").name if run is None else run
+    run = load_profile(profile or DEFAULT_PROFILE).name if run is None else run
     folder = existing_run(run)
     profile = profile or profile_of(run)
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
@@ -166,12 +170,17 @@ def _attack(run) -> None:
 
 
 @app.command()
-def book(run: RunArgument) -> None:
-    """Build the book of a run that is finished."""
+def book(runs: BookArgument) -> None:
+    """Build the book of a run that is finished; of several runs, the page that compares them."""
+    from kvlib.study.comparing import compare_runs
     from kvlib.study.records import run_lock
 
-    with run_lock(existing_run(run)):
-        _build(run)
+    if len(runs) > 1:
+        opened = [open_existing(name) for name in runs]
+        build_page(opened, compare_runs(opened))
+    else:
+        with run_lock(existing_run(runs[0])):
+            _build(runs[0])
 
 
 @app.command()
@@ -179,7 +188,7 @@ def fetch(profile: ProfileOption = None) -> None:
     """Download the model and the text that a profile needs, and check their hashes."""
     from kvlib.study.profile import load_profile
 
-    _fetch(load_profile(profile or "laptop"), say_found=True)
+    _fetch(load_profile(profile or DEFAULT_PROFILE), say_found=True)
 
 
 @app.command()
@@ -246,7 +255,7 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, verify):
+for look in (params, arms, profiles, status, compare, verify, clean, pdf, watch):
     app.command()(look)
 
 

@@ -8,6 +8,7 @@
 """
 
 import torch
+from transformers import PreTrainedModel
 
 from kvlib import guards
 from kvlib.cache import PrefixCache, prefill
@@ -24,13 +25,13 @@ MODES = ("auto", "absorbed", "in_place", "materialised", "background")
 
 
 def handoff(
-    model,
+    model: PreTrainedModel,
     prefix: PrefixCache,
     cache_map: CacheMap,
     mode: str = "auto",
     *,
     check: bool = True,
-    source=None,
+    source: PreTrainedModel | None = None,
     compiled: bool = False,
 ) -> Handoff:
     """Prepare a handoff; use it as a context manager (the model is restored on leaving).

@@ -47,7 +47,12 @@ class ModelPair:
 
     @classmethod
     def load(
-        cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu"
+        cls,
+        target: str | Path,
+        source: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
     ) -> "ModelPair":
         """Load both from folders or hub ids and check them.
 
@@ -70,7 +75,12 @@ class ModelPair:
         return prefill(self.source, input_ids, **kwargs)
 
     def handoff(
-        self, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, source=None
+        self,
+        prefix: PrefixCache,
+        cache_map: CacheMap,
+        mode: str = "auto",
+        *,
+        source: PreTrainedModel | None = None,
     ) -> Handoff:
         """`kvlib.handoff` into the target, for a cache that this pair's source computed.
 
@@ -128,7 +138,7 @@ def pair_fingerprint(source: str, target: str) -> str:
     return hashlib.sha256((source + target).encode()).hexdigest()
 
 
-def fingerprint(model) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over geometry, rotary settings and all weights (as bfloat16, so a dtype does not change it)."""
     config = model.config
     digest = hashlib.sha256(
@@ -158,7 +168,12 @@ class Outline:
         return iter((self._weight,))
 
 
-def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+def check_compatible(
+    target: PreTrainedModel,
+    source: PreTrainedModel,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
     check_alike(target, source, target_tokenizer, source_tokenizer)
     check_target(target)

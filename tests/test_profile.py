@@ -19,6 +19,15 @@ def test_overrides_reach_the_profile_and_the_rest_stays():
     assert changed.model_copy(update={"training": plain.training}) == plain
 
 
+def test_fewer_steps_take_the_checkpoints_along_and_more_leave_them():
+    planned = load_profile("laptop")
+    assert load_profile("laptop", {"training.steps": 40}).screening.checkpoints == [
+        round(step * 40 / planned.training.steps) for step in planned.screening.checkpoints
+    ]
+    longer = load_profile("laptop", {"training.steps": planned.training.steps + 60})
+    assert longer.screening.checkpoints == planned.screening.checkpoints
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -28,9 +37,9 @@ def test_overrides_reach_the_profile_and_the_rest_stays():
         ({"training.steps": 1.5}, "training.steps is 1.5"),
         ({"training.steps": True}, "training.steps is True"),
         ({"training.steps": 0}, "training.steps is 0"),
-        ({"training.steps": 60}, "expected at most training.steps"),
+        ({"training.steps": 60, "screening.checkpoints": [75]}, "expected at most training.steps"),
         ({"screening.warmup_steps": 100}, "screening.warmup_steps is 100"),
-        ({"screening.ranks": [4, 8, 16]}, "screening.ranks is"),
+        ({"screening.ranks": [8]}, "screening.ranks is"),
         ({"screening.centre_rank": 7}, "screening.centre_rank is 7"),
         ({"screening.finalists": 7}, "screening.finalists is 7"),
         ({"screening.scales": []}, "screening.scales is []"),

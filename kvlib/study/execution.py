@@ -121,15 +121,15 @@ def run_notebook(
             values[name] = value
     folder = run_folder(run) / "notebooks"
     place = folder / f"{script.stem}.ipynb"
-    inputs = _inputs_key(script, values)
+    inputs = inputs_key(script, values)
     if not force and _unchanged(place, script.stem, run, inputs):
         return Executed(place, False, 0.0)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     notebook = _execute(script, values, place, run, label or script.stem, environment or {})
-    notebook.metadata["kvlib"] = {"inputs": inputs, "records": _records_key(script.stem, run)}
+    notebook.metadata["kvlib"] = {"inputs": inputs, "records": records_key(script.stem, run)}
     write_atomically(place, lambda path: nbformat.write(notebook, path))
-    _failed(place).unlink(missing_ok=True)
+    failed_notebook(place).unlink(missing_ok=True)
     return Executed(place, True, time.monotonic() - started)
 
 
@@ -138,7 +138,8 @@ def _name(script: Path) -> str:
     return str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
 
 
-def _failed(place: Path) -> Path:
+def failed_notebook(place: Path) -> Path:
+    """Where a half-run notebook is kept for reading; nothing but people reads it."""
     return place.with_name(f"{place.stem}.failed.ipynb")
 
 
@@ -201,8 +202,8 @@ def _keep_failed(partial: Path, script: Path, place: Path) -> Path:
     if partial.exists():
         notebook = nbformat.read(partial, as_version=4)
         _dress(notebook, script, place)
-        return write_atomically(_failed(place), lambda path: nbformat.write(notebook, path))
-    return _failed(place)
+        return write_atomically(failed_notebook(place), lambda path: nbformat.write(notebook, path))
+    return failed_notebook(place)
 
 
 def _first_line(text: str) -> str:
@@ -249,7 +250,7 @@ def _kernel_lock(folder: Path):
         os.close(handle)
 
 
-def _inputs_key(script: Path, values: dict) -> str:
+def inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
     code = {str(path.relative_to(ROOT)): sha256_file(path) for path in code_files()}
     data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
@@ -263,7 +264,7 @@ def _inputs_key(script: Path, values: dict) -> str:
     )  # fmt: skip
 
 
-def _records_key(name: str, run: str) -> dict[str, str]:
+def records_key(name: str, run: str) -> dict[str, str]:
     """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
@@ -279,7 +280,7 @@ def _unchanged(place: Path, name: str, run: str, inputs: str) -> bool:
         return False
     try:
         kept = parse_json(place)["metadata"]["kvlib"]
-        return kept["inputs"] == inputs and kept["records"] == _records_key(name, run)
+        return kept["inputs"] == inputs and kept["records"] == records_key(name, run)
     except (KvlibError, KeyError, TypeError):
         return False  # not ours, or damaged: it is made again
 
@@ -291,17 +292,37 @@ def running_state(run: str) -> dict | None:
 
 
 def write_notebooks(folder: Path) -> list[Path]:
-    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command."""
+    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command.
+
+    Raises: KvlibError where an .ipynb file there was edited after its script: the edit would be lost.
+    """
     written = []
     for name, script in (scripts() | extra_scripts()).items():
-        notebook = read_script(script)
-        written.append(
-            write_atomically(
-                Path(folder) / f"{name}.ipynb",
-                lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"),
+        notebook, place = read_script(script), Path(folder) / f"{name}.ipynb"
+        if (
+            place.exists()
+            and place.stat().st_mtime > script.stat().st_mtime
+            and not _same_cells(place, notebook)
+        ):
+            raise KvlibError(
+                f"{place} was edited after {_name(script)}, expected the script to be the newer one: `jupytext --sync {place}` takes "
+                "the edit into the script (see jupytext.toml), or delete the file"
             )
+        written.append(
+            write_atomically(place, lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"))
         )
     return written
+
+
+def _same_cells(place: Path, notebook: nbformat.NotebookNode) -> bool:
+    """Whether an .ipynb file has the script's cells and tags, whatever its outputs; a file that is none can go."""
+    try:
+        cells = nbformat.read(place, as_version=4).cells
+    except Exception:  # nbformat raises many kinds
+        return True
+    return [(c.source, c.metadata.get("tags")) for c in cells] == [
+        (c.source, c.metadata.get("tags")) for c in notebook.cells
+    ]
 
 
 def forget_parameters(run: str) -> None:

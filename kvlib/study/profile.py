@@ -93,7 +93,7 @@ class Training(Strict):
 
 class Screening(Strict):
     learning_rates: Annotated[list[Share], Field(min_length=3, max_length=3)]
-    ranks: Annotated[list[Count], Field(min_length=4, max_length=4)]
+    ranks: Annotated[list[Count], Field(min_length=2)]
     centre_rank: Count
     warmup_steps: Count
     ridge_penalty: Share = 1e-3
@@ -262,19 +262,33 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in (DATA / "profiles").glob("*.yaml"))
 
 
+def _move_checkpoints(values: dict, planned: int) -> None:
+    """Where fewer steps than `planned` leave checkpoints behind the end, put all of them at the same shares of the steps."""
+    steps, checkpoints = values["training"]["steps"], values.get("screening", {}).get("checkpoints")
+    numbers = [planned, steps, *checkpoints] if isinstance(checkpoints, list) and checkpoints else [None]
+    if all(type(n) is int and n > 0 for n in numbers) and steps < max(checkpoints) <= planned:
+        moved = {max(1, round(step * steps / planned)) for step in checkpoints}
+        values["screening"]["checkpoints"] = sorted(moved)
+
+
 def load_profile(name: str, overrides: dict | None = None) -> Profile:
     """A profile by name (data/profiles/NAME.yaml) or by path.
 
     A file that says `extends: OTHER` holds only what differs from the shipped profile of that name.
 
     Args:
-        overrides: values by dotted key, such as {"training.steps": 40}; keys must exist, values are validated.
+        overrides: values by dotted key, such as {"training.steps": 40}; keys must exist, values are validated. Steps that
+            end before a checkpoint take the checkpoints along, unless these are given as well.
 
     Raises: KvlibError, one sentence, for an unknown name, key or a value that does not fit.
     """
-    values = _values(name)
-    for key, value in (overrides or {}).items():
+    values, given = _values(name), overrides or {}
+    training = values.get("training")
+    planned = training.get("steps") if isinstance(training, dict) else None
+    for key, value in given.items():
         override(values, key, value)
+    if "training.steps" in given and "screening.checkpoints" not in given:
+        _move_checkpoints(values, planned)
     try:
         return Profile.model_validate(values)
     except ValidationError as error:

@@ -144,12 +144,16 @@ class Run:
 
     def key(self, stage: str) -> str:
         """Hash of everything in the profile that the stage's records depend on, earlier stages included."""
+        return hash_json(self.settings(stage))
+
+    def settings(self, stage: str) -> dict:
+        """What `key` is the hash of: the parts of the profile by dotted key."""
         upstream = sequence(stage)[:-1]
         if stage == "latency":  # needs the frozen map, not the final evaluation
             upstream = tuple(s for s in upstream if s != "frozen_evaluation")
         keys = [key for name in (*upstream, stage) for key in DEPENDS[name]]
         values = self.profile.model_dump(mode="json")
-        return hash_json({key: _dig(values, key) for key in keys})
+        return {key: _dig(values, key) for key in keys}
 
     def finished(self, stage: str) -> dict | None:
         """The stage's summary if it is there and belongs to the run's present settings."""
@@ -183,7 +187,8 @@ class Run:
         made = {
             "run": self.name,
             "created": now(),
-            "duration_s": round(self._spent(stage) + time.time() - started, 1),
+            "duration_s": round(self.spent(stage) + time.time() - started, 1),
+            "settings": self.settings(stage),  # so that one who changes them can be told what was changed
             "device": device_name(device_of(self.profile)),
             **({"lowered": lowered} if (lowered := read_lowered(folder)) else {}),
             **(made or {}),
@@ -206,11 +211,12 @@ class Run:
         present = time.time()
         write_json(
             self.stage(stage) / "spent.json",
-            {"key": self.key(stage), "seconds": self._spent(stage) + present - started},
+            {"key": self.key(stage), "seconds": self.spent(stage) + present - started},
         )
         return present
 
-    def _spent(self, stage: str) -> float:
+    def spent(self, stage: str) -> float:
+        """Seconds that a stage which is not finished has taken so far, in these settings."""
         path = self.stage(stage) / "spent.json"
         if not path.exists():
             return 0.0
