@@ -151,6 +151,7 @@ def pretend_card(monkeypatch):
         "get_device_name": lambda device=None: "a pretended card",
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
+        "mem_get_info": lambda device=None: (2**40, 2**40),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
