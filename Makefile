@@ -8,12 +8,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 KVLIB = .venv/bin/python -m kvlib
 
 .DEFAULT_GOAL := help
-.PHONY: help book evidence test notebooks fetch setup setup-test python clean distclean
+.PHONY: help book evidence test pdf watch notebooks fetch setup setup-test python clean distclean
 
 help:
 	@echo "make book                 environment, assets, the five notebooks, the book (PROFILE=laptop|quick|smoke, RUN=name)"
 	@echo "make evidence             what the frozen map of a finished run is worth elsewhere, and why; then the book (PROFILE, RUN)"
 	@echo "make test                 environment, then every test; offline once installed"
+	@echo "make pdf                  the book of a finished run as one PDF; takes a Chromium (PROFILE, RUN)"
+	@echo "make watch                build pages again as their scripts, charts or texts are edited; nothing is trained (PROFILE, RUN)"
 	@echo "make notebooks            the notebooks as .ipynb files in $(OUT), for JupyterLab and papermill's own command"
 	@echo "make fetch                only download the model and the text, and check their hashes"
 	@echo "make clean                remove what is built (book, notebooks); runs, assets and the environment stay"
@@ -30,6 +32,12 @@ evidence: setup
 test: setup-test
 	@$(KVLIB) fetch
 	@.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+pdf: setup
+	@$(KVLIB) pdf $(or $(RUN),$(PROFILE))
+
+watch: setup
+	@$(KVLIB) watch $(or $(RUN),$(PROFILE))
 
 notebooks: setup
 	@$(KVLIB) notebooks $(OUT)

@@ -3,9 +3,10 @@
 import contextlib
 import inspect
 import operator
+from typing import Literal, overload
 
 import torch
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvlib import guards
 from kvlib.cache_layers import CacheIsFull, HandoffLayer, filled_cache
@@ -87,7 +88,7 @@ class PrefixCache:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of valid positions per prompt, (B,): the position of the next token."""
+        """Number of valid positions per prompt, (B,), which is the position of the next token."""
         if self.valid is None:
             return torch.full((self.batch,), self.tokens, device=self.device)
         return self.valid.sum(-1)
@@ -221,9 +222,33 @@ def forward(
     )[0]
 
 
+@overload
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: Literal[False] = False,
+) -> "PrefixCache": ...
+
+
+@overload
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: Literal[True],
+) -> "tuple[PrefixCache, torch.Tensor]": ...
+
+
 @torch.no_grad()
 def prefill(
-    model, input_ids: torch.Tensor, *, chunk_tokens: int | None = None, return_hidden: bool = False
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    return_hidden: bool = False,
 ) -> "PrefixCache | tuple[PrefixCache, torch.Tensor]":
     """A model's cache over `input_ids` (B, T), without computing any logits, nor what follows the last layer's keys
     and values when the hidden states are not asked for.

@@ -8,19 +8,29 @@ from typing import Annotated
 
 import typer
 
+from kvlib.commands.clean import clean
+from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
+from kvlib.commands.pdf import pdf
+from kvlib.commands.watch import watch
 from kvlib.errors import KvlibError
 from kvlib.looking import arms, params, profiles, status, verify
 from kvlib.options import (
+    DEFAULT_PROFILE,
+    AddressOption,
+    ExecutorOption,
+    GpusOption,
     NotebookArgument,
     PairsOption,
     ProfileOption,
-    RunArgument,
     RunOption,
+    ThreadsOption,
+    WorkersOption,
     existing_run,
     profile_of,
     run_folder_of,
     run_names,
 )
+from kvlib.planned import plan
 from kvlib.study.display import duration
 from kvlib.terminal import PairsCommand, run_app, say, short
 
@@ -46,15 +56,24 @@ def run(
     reset: Annotated[
         bool, typer.Option("--reset", help="first forget the parameters that earlier commands gave this run")
     ] = False,
+    executor: ExecutorOption = None,
+    address: AddressOption = None,
+    gpus: GpusOption = None,
+    threads: ThreadsOption = None,
+    workers: WorkersOption = None,
 ) -> None:
     """Run one notebook, or all in sequence and then the book. Finished work is found and not done again."""
     from kvlib.study import execution
+    from kvlib.study.executors import Settings
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
     from kvlib.study.run import HOME_VARIABLE, Run
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
+    how = Settings.from_environment(
+        executor=executor, address=address, gpus_per_unit=gpus, threads_per_unit=threads, workers=workers
+    ).check()
     texts = dict(pair.split("=", 1) for pair in parameter or [])
     profile, run = _take(texts, "profile", profile), _take(texts, "run", run)
     if "results" in texts:
@@ -66,7 +85,7 @@ def run(
         raise KvlibError(
             "profile '' given, expected a profile's name or a path to a YAML file: leave --profile out for the default"
         )
-    profile = profile or profile_of(run) or "laptop"
+    profile = profile or profile_of(run) or DEFAULT_PROFILE
     settings, from_here = load_profile(profile), profile
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
@@ -82,11 +101,13 @@ def run(
             Run.open(
                 from_here, run, results=folder.parent
             )  # another profile's folder is refused before any download
-        _fetch(settings)
+        _fetch(settings, folder=folder)
         for number, script in enumerate(chosen, 1):
             label = f"[{number}/{len(chosen)}] {script.stem}"
             say(f"{label} …")
-            done = execution.run_notebook(script, profile, run, values[script], label=label)
+            done = execution.run_notebook(
+                script, profile, run, values[script], label=label, environment=how.environment()
+            )
             took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
             say(f"{label}: {took}")
         if notebook is None:
@@ -112,7 +133,7 @@ def evidence(
     from kvlib.study.records import run_lock
     from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
-    run = load_profile(profile or "laptop").name if run is None else run
+    run = load_profile(profile or DEFAULT_PROFILE).name if run is None else run
     folder = existing_run(run)
     profile = profile or profile_of(run)
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
@@ -149,12 +170,17 @@ def _attack(run) -> None:
 
 
 @app.command()
-def book(run: RunArgument) -> None:
-    """Build the book of a run that is finished."""
+def book(runs: BookArgument) -> None:
+    """Build the book of a run that is finished; of several runs, the page that compares them."""
+    from kvlib.study.comparing import compare_runs
     from kvlib.study.records import run_lock
 
-    with run_lock(existing_run(run)):
-        _build(run)
+    if len(runs) > 1:
+        opened = [open_existing(name) for name in runs]
+        build_page(opened, compare_runs(opened))
+    else:
+        with run_lock(existing_run(runs[0])):
+            _build(runs[0])
 
 
 @app.command()
@@ -162,7 +188,7 @@ def fetch(profile: ProfileOption = None) -> None:
     """Download the model and the text that a profile needs, and check their hashes."""
     from kvlib.study.profile import load_profile
 
-    _fetch(load_profile(profile or "laptop"), say_found=True)
+    _fetch(load_profile(profile or DEFAULT_PROFILE), say_found=True)
 
 
 @app.command()
@@ -186,12 +212,14 @@ def _take(texts: dict[str, str], name: str, option: str | None) -> str | None:
     return option if given is None else given
 
 
-def _fetch(settings, say_found: bool = False) -> None:
+def _fetch(settings, say_found: bool = False, folder: Path | None = None) -> None:
+    """`folder`: of the run that it is for, which may have begun with certain commits of its models."""
     from tqdm import tqdm
 
     from kvlib.study.assets import fetch, load_assets
-    from kvlib.study.models import cache_folder
+    from kvlib.study.models import cache_folder, fetch_models
 
+    ids = fetch_models(settings.pair, (folder or run_folder_of(settings.name)) / "pair", say)
     names = [part.asset for part in (settings.pair.target, settings.corpus) if hasattr(part, "asset")]
     for name in names:
         asset = load_assets().get(name)
@@ -210,7 +238,7 @@ def _fetch(settings, say_found: bool = False) -> None:
             path = fetch(name, cache_folder(), progress=show)
         if say_found or not present:
             say(f"{name}: {short(path)}, its SHA-256 is right")
-    if say_found and not names:
+    if say_found and not names and not ids:
         say(f"profile {settings.name} needs no download")
 
 
@@ -227,8 +255,11 @@ def _build(run: str, note: str = "") -> None:
     typer.echo(f"The book is ready: open {index} in a browser")
 
 
-for look in (params, arms, profiles, status, verify):
+for look in (params, arms, profiles, status, compare, verify, clean, pdf, watch):
     app.command()(look)
+
+
+app.command(cls=PairsCommand)(plan)
 
 
 def main() -> None:

@@ -1,32 +1,43 @@
 """In-place corrections as one compiled pass over the cache.
 
 Step by step, torch writes the low-rank product of every position between two passes over the cache; compiled, a
-position is read, corrected and written while it is in registers. It needs what torch.compile needs: a C++ compiler for a
-processor, Triton for a GPU.
+position is read, corrected and written while it is in registers. On a processor that is a C source of the package's own,
+through the system's C compiler (`kvlib.kernels`); on a GPU torch.compile, through Triton. A processor could have
+torch.compile as well, but its code for this sums every rank of every position across a vector, and takes several times
+what reading the cache does.
 """
 
 import functools
 import importlib.util
-import os
-import shutil
 import time
 from collections.abc import Callable
 
 import torch
 
 from kvlib.errors import KvlibError
+from kvlib.kernels import compiler
+from kvlib.kernels.correct import c_correction
 from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
 
-NO_COMPILER = "torch.compile has no compiler here: a C++ compiler for a processor, Triton for a GPU"
-# Compiled on so many positions: from a small sample the compiler concludes that one core will do.
+NO_COMPILER = "no compiler here: a C compiler with OpenMP for a processor, Triton for a GPU"
+# torch compiles on so many positions: from a small sample it concludes that little parallelism will do.
 SAMPLE_TOKENS = 4096
 
 
+def made_of_c(device: torch.device) -> bool:
+    """Whether C is what is compiled for this device; elsewhere torch.compile makes the code."""
+    return device.type == "cpu"
+
+
 def no_compiler(device: torch.device) -> str | None:
-    """None when torch.compile has what it needs to make code for this device, else the reason in a few words."""
-    cpu = device.type == "cpu"
-    found = shutil.which(os.environ.get("CXX") or "g++") if cpu else importlib.util.find_spec("triton")
+    """None when there is what it takes to make code for this device, else the reason in a few words."""
+    found = compiler.why_not() is None if made_of_c(device) else importlib.util.find_spec("triton")
     return None if found else NO_COMPILER
+
+
+def compiled_by(device: torch.device) -> str:
+    """What compiles for this device, by name."""
+    return f"the C compiler {compiler.command()[0]}" if made_of_c(device) else "torch.compile"
 
 
 def why_not_compiled(cache_map) -> str | None:
@@ -80,12 +91,27 @@ def _ready() -> set:
 def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callable, float]:
     """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
 
-    Compiling happens once per process, kind of map, batch and dtype: later calls find it done.
+    torch.compile does so once per process, kind of map, batch and dtype; C is compiled once per kind of map, rank,
+    head_dim and dtype, and kept in the user's cache folder. Later calls find it done.
 
-    Raises: KvlibError where torch.compile finds no compiler.
+    Raises: KvlibError where there is no compiler.
     """
-    turns = (None, None) if angles[0] is None else tuple(t.unsqueeze(1) for t in angles)
     started = time.perf_counter()
+    try:
+        correction = c_correction if made_of_c(prefix.device) else torch_correction
+        correct_ = correction(cache_map, prefix, angles)
+    except KvlibError as error:
+        reason = str(error).partition(", expected")[0]
+        raise KvlibError(
+            f"compiled=True given, expected a C compiler with OpenMP, or Triton on a GPU ({reason}): install it, or leave "
+            "compiled out"
+        ) from error
+    return correct_, time.perf_counter() - started
+
+
+def torch_correction(cache_map: ResidualMap, prefix, angles) -> Callable:
+    """`CacheMap.correct_` of this map through torch.compile, ready for any number of positions."""
+    turns = (None, None) if angles[0] is None else tuple(t.unsqueeze(1) for t in angles)
 
     def correct_(layer, keys, values, _angles=None, run=None):
         for x, is_value in ((keys, False), (values, True)):
@@ -118,8 +144,5 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
             _ready().add((_compiled(), kind))
     except Exception as error:  # whatever is missing, torch raises as something of its own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise KvlibError(
-            f"compiled=True given, expected what torch.compile needs, a C++ compiler or Triton on a GPU ({reason}): install it, or "
-            "leave compiled out"
-        ) from error
-    return correct_, time.perf_counter() - started
+        raise KvlibError(f"torch.compile refuses, {reason}") from error
+    return correct_

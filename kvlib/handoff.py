@@ -8,10 +8,11 @@
 """
 
 import torch
+from transformers import PreTrainedModel
 
 from kvlib import guards
 from kvlib.cache import PrefixCache, prefill
-from kvlib.compiled import why_not_compiled
+from kvlib.compiled import compiled_by, why_not_compiled
 from kvlib.errors import KvlibError
 from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, name_or_type
@@ -24,13 +25,13 @@ MODES = ("auto", "absorbed", "in_place", "materialised", "background")
 
 
 def handoff(
-    model,
+    model: PreTrainedModel,
     prefix: PrefixCache,
     cache_map: CacheMap,
     mode: str = "auto",
     *,
     check: bool = True,
-    source=None,
+    source: PreTrainedModel | None = None,
     compiled: bool = False,
 ) -> Handoff:
     """Prepare a handoff; use it as a context manager (the model is restored on leaving).
@@ -44,8 +45,9 @@ def handoff(
         check: geometry, dtype, device, length and finite values; vocabulary and rotary embedding where the prefix's
             origin is known; finite logits. Leave it on unless the same prefix was checked before.
         source: the model, or its `Origin.identity`, that must have computed the prefix. None: any whose cache fits.
-        compiled: correct in place by a pass that torch.compile made (seconds, the first time in a process). With
-            "auto" that comes to absorbed there is nothing to compile, and `reason` says so.
+        compiled: correct in place by one compiled pass: on a processor C, about a second the first time and kept for later,
+            on a GPU torch.compile, most of a minute once per process. `reason` says by what. With "auto" that comes to
+            absorbed there is nothing to compile, and `reason` says that.
 
     Raises: KvlibError when the prefix or map does not fit, or the mode cannot be had (never another one in silence).
     """
@@ -80,6 +82,7 @@ def handoff(
         compiled, reason = False, f"{reason}; nothing is corrected in place, so nothing was compiled"
     elif compiled:
         _check_compilable(cache_map, mode)
+        reason = f"{reason}; compiled by {compiled_by(prefix.device)}"
     if mode in CORRECTING and check:
         guards.check_writable(prefix)
     return Handoff(model, prefix, cache_map, mode, reason, check, compiled)

@@ -1,6 +1,7 @@
 """Commands that only look: at parameters, arms, profiles and runs."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,14 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
-from kvlib.options import ProfileOption, RunArgument, existing_run, notebook_names, profile_of
+from kvlib.options import (
+    DEFAULT_PROFILE,
+    ProfileOption,
+    RunArgument,
+    existing_run,
+    notebook_names,
+    profile_of,
+)
 from kvlib.study.display import duration
 from kvlib.terminal import FAILURE, table
 
@@ -17,15 +25,22 @@ def params(
     notebook: Annotated[
         str, typer.Argument(help="a notebook, such as 01_screening", autocompletion=notebook_names)
     ],
+    profile: ProfileOption = None,
 ) -> None:
-    """List a notebook's parameters: names, types, defaults, meanings."""
+    """List a notebook's parameters: names, types, defaults, meanings. What is left out is as the profile has it."""
     from kvlib.study.execution import script_of
-    from kvlib.study.parameters import script_parameters
+    from kvlib.study.parameters import profile_keys, script_parameters
+    from kvlib.study.profile import load_profile
+    from kvlib.study.standing import flat
 
-    rows = [
-        (p.name, p.type, shown(p.default), p.meaning) for p in script_parameters(script_of(notebook)).values()
-    ]
-    table(("name", "type", "default", "meaning"), rows)
+    script, settings = script_of(notebook), load_profile(profile or DEFAULT_PROFILE)
+    keys, values = profile_keys(script), flat(settings.model_dump(mode="json"))
+    own = {"profile": profile or DEFAULT_PROFILE, "run": settings.name}
+    rows = []
+    for p in script_parameters(script).values():
+        default = own.get(p.name, values.get(keys.get(p.name, p.name), p.default))
+        rows.append((p.name, p.type, shown(default), p.meaning))
+    table(("name", "type", f"default ({settings.name})", "meaning"), rows)
 
 
 def arms(profile: ProfileOption = None) -> None:
@@ -35,7 +50,7 @@ def arms(profile: ProfileOption = None) -> None:
 
     rows = [
         (a.id, a.base, a.residual, a.features, a.rank, f"{a.learning_rate:g}", a.warmup_steps)
-        for a in chosen_arms(load_profile(profile or "laptop").screening)
+        for a in chosen_arms(load_profile(profile or DEFAULT_PROFILE).screening)
     ]
     table(("arm", "base", "residual", "features", "rank", "learning rate", "warm-up steps"), rows)
 
@@ -48,31 +63,36 @@ def profiles() -> None:
 
 
 def status(run: RunArgument) -> None:
-    """Say which stages of a run are done, how long they took, and what is left."""
-    from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run
+    """Say what of a run is done, running and left, how long it takes, and what is out of date and why."""
+    from kvlib.report.freshness import book_state
+    from kvlib.study.pages import page_states
+    from kvlib.study.run import NOTEBOOKS, Run
+    from kvlib.study.standing import DONE, same_elsewhere, standings
 
     folder = existing_run(run)
     opened = Run.open(profile_of(run), run, results=folder.parent)
-    rows = []
-    for stage in (*STAGES, *(extra for extra in EXTRA if (folder / extra).exists())):
-        summary = opened.finished(stage)
-        if summary:
-            state, took = "done", duration(summary["duration_s"])
-        else:
-            there = (folder / stage).exists()
-            state = (
-                "made with other settings"
-                if (folder / stage / "summary.json").exists()
-                else "begun"
-                if there
-                else "to do"
-            )
-            took = ""
-        rows.append((NOTEBOOKS[stage], state, took))
+    pages, found = page_states(run), standings(opened)
+    rows, reasons = [], []
+    for one in found:
+        name = NOTEBOOKS[one.stage]
+        took = duration(one.seconds) if one.seconds is not None else ""
+        if one.state != DONE and one.seconds is None and (other := same_elsewhere(opened, one.stage)):
+            took = f"about {duration(other[1])}, as in run {other[0]}"
+        rows.append((name, one.state, took, pages.pop(name, "none")))
+        reasons += [f"{name}: {one.why}"] if one.why else []
+    rows += [(name, "", "", state) for name, state in pages.items()]
     typer.echo(f"run {run} of profile {opened.profile.name}, {activity(run, folder)}")
     if opened.overrides:
         typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
-    table(("notebook", "state", "took"), rows)
+    table(("notebook", "state", "time", "page"), rows)
+    for reason in reasons:
+        typer.echo(f"out of date: {reason}")
+    left = [NOTEBOOKS[one.stage] for one in found if one.state != DONE]
+    spent = sum(one.seconds for one in found if one.state == DONE)
+    typer.echo(
+        f"done: {len(found) - len(left)} of {len(found)} stages in {duration(spent)}; left: {', '.join(left) or 'none'}"
+    )
+    typer.echo(f"book: {book_state(folder)}")
 
 
 def verify(run: RunArgument) -> None:
@@ -114,4 +134,5 @@ def activity(run: str, folder: Path) -> str:
 
 
 def shown(value) -> str:
-    return "null" if value is None else str(value)
+    """A value as one would give it with -p."""
+    return value if isinstance(value, str) else json.dumps(value)

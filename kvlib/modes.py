@@ -16,7 +16,7 @@ def mode_paths(
 
     Args:
         ways: of `WAYS`: "materialised" writes a corrected second cache, as the study's figures imply; "compiled" is in
-            place, by a pass that torch.compile made: its first run, which compiles, should be a warm-up.
+            place, by a compiled pass: its first run, which compiles, should be a warm-up.
         no_compiler: why nothing can be compiled here, see `kvlib.compiled.no_compiler`.
 
     Returns: (paths, left out: {"path", "mode", "reason"} each).

@@ -6,12 +6,29 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
+from kvlib.terminal import VALUE_WANTED
+
+DEFAULT_PROFILE = "laptop"
 
 
-def notebook_names(incomplete: str) -> list[str]:
+def notebook_names(ctx: typer.Context, incomplete: str) -> list[str]:
     from kvlib.study.execution import extra_scripts, scripts
 
+    if ctx.meta.get(VALUE_WANTED):  # `-p NAME` stands before: a value comes next, no notebook
+        return []
     return [name for name in (*scripts(), *extra_scripts()) if name.startswith(incomplete)]
+
+
+def parameter_names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Names, with what they mean, of the notebook's parameters that is named before, else of all notebooks'."""
+    from kvlib.study.execution import script_of, scripts
+    from kvlib.study.parameters import script_parameters
+
+    named = ctx.params.get("notebook")
+    found = {}
+    for script in [script_of(named)] if named else scripts().values():
+        found |= script_parameters(script)
+    return [(name, found[name].meaning) for name in sorted(found) if name.startswith(incomplete)]
 
 
 def profile_names_like(incomplete: str) -> list[str]:
@@ -38,18 +55,52 @@ NotebookArgument = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option(
-        help="a profile's name or a path to a YAML file; the run's own, else laptop",
+        help=f"a profile's name or a path to a YAML file; the run's own, else {DEFAULT_PROFILE}",
         autocompletion=profile_names_like,
     ),
 ]
 RunOption = Annotated[
-    str | None, typer.Option(help="the run's name, a folder under results/; the profile's name when left out")
+    str | None,
+    typer.Option(
+        help="the run's name, a folder under results/; the profile's name when left out",
+        autocompletion=run_names,
+    ),
 ]
 PairsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "-p", "--parameter", metavar="NAME VALUE", help="a notebook parameter; may be given several times"
+        "-p",
+        "--parameter",
+        metavar="NAME VALUE",
+        help="a notebook parameter; may be given several times",
+        autocompletion=parameter_names,
     ),
+]
+ExecutorOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|ray",
+        help="who trains the arms: this process, one after another (the default), or workers of Ray, many at once",
+    ),
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(help="a running Ray cluster, HOST:PORT or auto; this machine alone when left out"),
+]
+GpusOption = Annotated[
+    float | None,
+    typer.Option("--gpus-per-unit", help="what share of a GPU each worker of Ray gets; 1 when left out"),
+]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads-per-unit",
+        help="processor threads of each worker; on a processor, records are the same bytes at equal threads",
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(help="the most workers of Ray at once; as many as there is room for when left out"),
 ]
 RunArgument = Annotated[
     str, typer.Argument(help="the run's name, a folder under results/", autocompletion=run_names)

@@ -20,7 +20,7 @@ class FrozenMatrix:
 
     def __init__(self, weight: torch.Tensor, rows: int | None):
         weight, self.dtype = weight.detach(), weight.dtype
-        self.ours = rows is not None and _suits(weight)
+        self.ours = rows is not None and suits_onednn(weight)
         if self.ours:
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self.forward, self.backward = reorder(weight, rows), reorder(weight.T.contiguous(), rows)
@@ -41,7 +41,8 @@ class FrozenMatrix:
         return nn.functional.linear(x, weight, bias)
 
 
-def _suits(weight: torch.Tensor) -> bool:
+def suits_onednn(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies by matrices of this dtype on this device."""
     if weight.device.type != "cpu" or not has_onednn():
         return False
     half = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -72,7 +73,7 @@ class FrozenLinears:
         self.layers = {
             module: FrozenMatrix(module.weight, rows)
             for module in plain_linears(model.base_model)
-            if _suits(module.weight)
+            if suits_onednn(module.weight)
         }
 
     def within(self):

@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
@@ -21,10 +22,19 @@ from kvlib.geometry import (
     windowed_layers,
 )
 from kvlib.handoff import Handoff, check_target, handoff
+from kvlib.load_errors import first_line, load_error
 from kvlib.maps.base import CacheMap
 
-# The rotary functions' home is elsewhere; other files know them from here.
-__all__ = ["ModelPair", "check_compatible", "fingerprint", "load_model", "load_tokenizer", "rotary_of"]
+# The homes of these are elsewhere; other files know them from here.
+__all__ = [
+    "ModelPair",
+    "check_compatible",
+    "fingerprint",
+    "first_line",
+    "load_model",
+    "load_tokenizer",
+    "rotary_of",
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,12 @@ class ModelPair:
 
     @classmethod
     def load(
-        cls, target: str | Path, source: str | Path, *, dtype=torch.float32, device="cpu"
+        cls,
+        target: str | Path,
+        source: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
     ) -> "ModelPair":
         """Load both from folders or hub ids and check them.
 
@@ -60,7 +75,12 @@ class ModelPair:
         return prefill(self.source, input_ids, **kwargs)
 
     def handoff(
-        self, prefix: PrefixCache, cache_map: CacheMap, mode: str = "auto", *, source=None
+        self,
+        prefix: PrefixCache,
+        cache_map: CacheMap,
+        mode: str = "auto",
+        *,
+        source: PreTrainedModel | None = None,
     ) -> Handoff:
         """`kvlib.handoff` into the target, for a cache that this pair's source computed.
 
@@ -72,21 +92,32 @@ class ModelPair:
         return handoff(self.target, prefix, cache_map, mode, source=self.source if source is None else source)
 
 
-def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTrainedModel:
-    """A causal language model in evaluation mode, frozen, with finite weights."""
+def load_model(
+    place: str | Path, *, dtype=torch.float32, device="cpu", revision: str | None = None
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode, frozen, with finite weights.
+
+    Args:
+        revision: of a hub id, a branch, tag or commit; ignored for a folder.
+
+    Raises: KvlibError, one sentence, for whatever keeps it from being loaded.
+    """
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise KvlibError(
-            f"{place} given, expected a folder or hub id of a causal language model: {first_line(error)}"
-        ) from error
+        model, found = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, revision=revision or "main", output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+        raise load_error(error, place, "a folder or hub id of a causal language model") from error
     missing = sorted(found["missing_keys"])
     if missing:
         raise KvlibError(
             f"the weight files of {place} lack {missing[0]} ({len(missing)} missing in all), expected every weight of the model: "
             "download or make it again"
         )
-    model = model.to(device).eval().requires_grad_(False)
+    try:
+        model = model.to(device).eval().requires_grad_(False)
+    except RuntimeError as error:
+        raise load_error(error, place, f"a model that fits on {device}") from error
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise KvlibError(
@@ -95,18 +126,11 @@ def load_model(place: str | Path, *, dtype=torch.float32, device="cpu") -> PreTr
     return model
 
 
-def load_tokenizer(place: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(place: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main")
     except (OSError, ValueError) as error:
-        raise KvlibError(
-            f"{place} given, expected a folder or hub id with a tokenizer: {first_line(error)}"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    """An error's first line: libraries put advice of many lines behind it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise load_error(error, place, "a folder or hub id with a tokenizer") from error
 
 
 def pair_fingerprint(source: str, target: str) -> str:
@@ -114,7 +138,7 @@ def pair_fingerprint(source: str, target: str) -> str:
     return hashlib.sha256((source + target).encode()).hexdigest()
 
 
-def fingerprint(model) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """SHA-256 over geometry, rotary settings and all weights (as bfloat16, so a dtype does not change it)."""
     config = model.config
     digest = hashlib.sha256(
@@ -128,13 +152,36 @@ def fingerprint(model) -> str:
     return digest.hexdigest()
 
 
-def check_compatible(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+class Outline:
+    """What of a model can be compared without its weights: configuration, dtype, rotary embedding.
+
+    Kept of a model that is let go before the other one of its pair is loaded. It passes for a model where its weights
+    are not asked for.
+    """
+
+    def __init__(self, model):
+        weight = next(model.parameters())
+        self.config, self._weight = model.config, torch.empty(0, dtype=weight.dtype, device=weight.device)
+        self.base_model = SimpleNamespace(rotary_emb=getattr(model.base_model, "rotary_emb", None))
+
+    def parameters(self):
+        return iter((self._weight,))
+
+
+def check_compatible(
+    target: PreTrainedModel,
+    source: PreTrainedModel,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
     """Raises KvlibError, one sentence naming both models, at the first thing that keeps a cache from being shared."""
-    names = f"source {name_or_type(source)} and target {name_or_type(target)}"
+    check_alike(target, source, target_tokenizer, source_tokenizer)
+    check_target(target)
 
-    def differ(what, given, wanted, remedy):
-        raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
 
+def check_shapes(target, source) -> None:
+    """The part of `check_compatible` that asks the configurations alone: of anything that has a `config`."""
+    names, differ = _differing(target, source)
     given, wanted = Geometry.of(source), Geometry.of(target)
     for what, field in (("layers", "layers"), ("KV heads", "heads"), ("head_dim", "head_dim")):
         if getattr(given, field) != getattr(wanted, field):
@@ -157,18 +204,33 @@ def check_compatible(target, source, target_tokenizer=None, source_tokenizer=Non
             target.config.vocab_size,
             "choose models with one tokenizer",
         )
+
+
+def check_alike(target, source, target_tokenizer=None, source_tokenizer=None) -> None:
+    """`check_compatible` of two models or `Outline`s of them, without trying whether the target reads a cache."""
+    check_shapes(target, source)
+    names, differ = _differing(target, source)
     if target_tokenizer is not None and source_tokenizer is not None:
         _check_tokenizers(names, target_tokenizer, source_tokenizer)
     dtypes = [next(m.parameters()).dtype for m in (source, target)]
     if dtypes[0] != dtypes[1]:
         differ("dtype", *dtypes, "load both with the same dtype=")
     _check_rotary(target, source, differ)
-    check_target(target)
+
+
+def _differing(target, source):
+    """(both models' names, a function that refuses them for one difference)."""
+    names = f"source {name_or_type(source)} and target {name_or_type(target)}"
+
+    def differ(what, given, wanted, remedy):
+        raise KvlibError(f"{names} differ in {what}: {given} against {wanted}; {remedy}")
+
+    return names, differ
 
 
 def _check_tokenizers(names, target, source):
-    if source.get_vocab() != target.get_vocab():
-        ours, theirs = source.get_vocab(), target.get_vocab()
+    ours, theirs = _words(source), _words(target)
+    if ours != theirs:
         token = next(t for t in sorted(ours.keys() | theirs.keys()) if ours.get(t) != theirs.get(t))
         raise KvlibError(
             f"{names} differ in tokenizer: token {token!r} has id {ours.get(token)} against {theirs.get(token)}; "
@@ -180,6 +242,12 @@ def _check_tokenizers(names, target, source):
             f"{names} differ in tokenizer: the same sentence gives {source(sample).input_ids[:4]}… against "
             f"{target(sample).input_ids[:4]}…; choose models that tokenise alike (an added BOS alone is enough to break a cache)"
         )
+
+
+def _words(tokenizer) -> dict[str, int]:
+    """Token -> id without those added by name: reserved ones are renamed from model to model, and text has none."""
+    added = tokenizer.added_tokens_decoder
+    return {token: index for token, index in tokenizer.get_vocab().items() if index not in added}
 
 
 def _check_rotary(target, source, differ):

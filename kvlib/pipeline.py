@@ -8,6 +8,7 @@ begin as soon as the source's first layer has the whole prompt, and ends soon af
 """
 
 import torch
+from transformers import PreTrainedModel
 
 from kvlib import guards
 from kvlib.arrivals import arrivals_for
@@ -25,8 +26,8 @@ WAYS = ("auto", "serial", "pipelined")
 
 
 def pipelined(
-    source,
-    target,
+    source: PreTrainedModel,
+    target: PreTrainedModel,
     input_ids: torch.Tensor,
     cache_map: CacheMap,
     mode: str = "auto",
@@ -165,8 +166,8 @@ def _once_read(written, layers: int):
 
 
 def cold_handoff(
-    source,
-    target,
+    source: PreTrainedModel,
+    target: PreTrainedModel,
     input_ids: torch.Tensor,
     cache_map: CacheMap,
     mode: str = "auto",

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from kvlib.errors import KvlibError
 
 MISTAKE, FAILURE = 2, 1  # exit statuses: one sentence explains it, or a cell failed
+VALUE_WANTED = "kvlib.value_wanted"  # in a context's meta: the line that is completed ends with `-p NAME`
 STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 
 
@@ -31,9 +32,15 @@ class PairsCommand(TyperCommand):
         joined, rest = [], list(args)
         while rest:
             word = rest.pop(0)
+            if word in ("-p", "--parameter") and not rest and ctx.resilient_parsing:
+                break  # the name that a shell is about to complete; the words before it still count
             joined.append(word)
             if word in ("-p", "--parameter") and rest:
                 name = rest.pop(0)
+                if "=" not in name and not rest and ctx.resilient_parsing:  # while a shell completes the line
+                    ctx.meta[VALUE_WANTED] = True
+                    joined.append(f"{name}=")
+                    break
                 if "=" not in name and not rest:
                     raise KvlibError(f"parameter {name!r} given without a value, expected {word} NAME VALUE")
                 joined.append(name if "=" in name else f"{name}={rest.pop(0)}")

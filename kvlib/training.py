@@ -1,20 +1,27 @@
 """Train a residual map: KV-MSE warm-up, then KL along forced text, through a frozen target."""
 
+import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvlib.attaching import attach, compute_dtype
-from kvlib.attention import IDENTITY, Affine
-from kvlib.cache import PrefixCache, forward, handoff_cache
+from kvlib.attention import IDENTITY
+from kvlib.cache import forward, handoff_cache
+from kvlib.frozen_body import FrozenBody
+from kvlib.learnt_prefix import prefix_reads
 from kvlib.maps.residual import WEIGHTS, ResidualMap
-from kvlib.packed import FrozenLinears, FrozenMatrix
+from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
-from kvlib.ragged import RaggedPrefix, parts, reading
+from kvlib.ragged import RaggedPrefix
+from kvlib.recomputing import recomputed
+from kvlib.room import Room
+from kvlib.streaming import ahead
+from kvlib.warmup import kv_mse
 
-MSE_POSITIONS = 128  # per prompt of a warm-up step
 KL_ROWS = 16  # of logits at a time
 
 
@@ -38,12 +45,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `phase` is "warmup" (loss: KV-MSE relative to the target's energy) or "kl" (nats)."""
+    """What one step did. `phase` is "warmup" (loss: KV-MSE relative to the target's energy) or "kl" (nats).
+
+    micro_batch: how many prompts went through at once.
+    """
 
     number: int
     phase: str
     loss: float
     map: ResidualMap
+    micro_batch: int = 0
 
 
 def train(
@@ -55,153 +66,137 @@ def train(
     warmup_steps: int,
     learning_rate: float,
     head_weight: torch.Tensor,
-    micro_batch: int | None = None,
+    micro_batch: "int | Room | None" = None,
     frozen: "Frozen | None" = None,
 ) -> Iterator[Step]:
     """Yield after every step; only the map's four weights change. Stops after yielding a loss that is not finite.
 
+    A step for which memory runs out is done again with half as many prompts at once, and those after it like it.
+
     Args:
-        target: frozen model, in the dtype to compute in. initial: float32 map.
+        target: frozen model, in the dtype to compute in. initial: float32 map, on the target's device.
         batches: step number from 0 and whether target caches are needed -> `Batch`.
         steps: in all, `warmup_steps` of KV-MSE included. learning_rate: Adam's, with a cosine decay to a tenth.
         head_weight: the target's output embedding (V, C), float32: logits in half precision would be noise.
-        micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's.
+        micro_batch: prompts per forward and backward pass; gradients add up to the whole batch's. A `Room` where the
+            caller wants to know what memory sufficed for.
         frozen: the target and its head as `Frozen.of` makes them, for several trainings; made here when None.
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
     optimiser = torch.optim.Adam(weights.values(), lr=learning_rate, betas=(0.9, 0.95))
     rotary = rotary_of(target) if current.needs_rotary else None
-    for number in range(steps):
-        warm = number < warmup_steps
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate * (0.55 + 0.45 * math.cos(math.pi * number / steps))
-        batch = batches(number, warm)
-        optimiser.zero_grad(set_to_none=True)
-        size = micro_batch or batch.source.batch
-        loss = 0.0
-        for start in range(0, batch.source.batch, size):
-            piece = batch.select(slice(start, start + size))
-            share = piece.source.batch / batch.source.batch
-            if warm:
-                value = kv_mse(current, piece, rotary)
-            else:
-                frozen = frozen or Frozen.of(target, head_weight, piece.inputs.numel())
-                value = forced_kl(frozen, current, piece, rotary)
-            (value * share).backward()
-            loss += float(value.detach()) * share
-        if math.isfinite(loss):
-            optimiser.step()
-        snapshot = replace(initial, **{name: weight.detach().clone() for name, weight in weights.items()})
-        yield Step(number + 1, "warmup" if warm else "kl", loss, snapshot)
-        if not math.isfinite(loss):
-            return
+    device, room = next(target.parameters()).device, micro_batch
+    if not isinstance(room, Room):
+        room = Room("step's prompts", micro_batch or sys.maxsize, "shorten the prompts or the windows")
+    with ahead(((n, n < warmup_steps) for n in range(steps)), lambda of: batches(*of), device) as stream:
+        for number, batch in enumerate(stream):
+            warm = number < warmup_steps
+            for group in optimiser.param_groups:
+                group["lr"] = learning_rate * (0.55 + 0.45 * math.cos(math.pi * number / steps))
+            if not warm and frozen is None:
+                frozen = Frozen.of(
+                    target, head_weight, min(room.most, batch.source.batch) * batch.inputs.shape[1]
+                )
 
+            def gradients(most: int, batch=batch, warm=warm, frozen=frozen) -> float:
+                optimiser.zero_grad(set_to_none=True)
+                loss = 0.0
+                for start in range(0, batch.source.batch, most):
+                    piece = batch.select(slice(start, start + most))
+                    share = piece.source.batch / batch.source.batch
+                    source, target_cache = piece.source, piece.target
+                    value = (
+                        kv_mse(current, source, target_cache, rotary)
+                        if warm
+                        else forced_kl(frozen, current, piece, rotary)
+                    )
+                    (value * share).backward()
+                    loss += float(value.detach()) * share
+                return loss
 
-def kv_mse(cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
-    """Mean over prompts, layers, heads, K and V of |x' − y|² / |y|², y the target's cached vectors.
-
-    Over evenly spaced positions, about `MSE_POSITIONS` of them: neighbours say much the same.
-    """
-    step, wide = max(1, max(batch.source.lengths) // MSE_POSITIONS), cache_map.key_left.dtype
-    source, target = batch.source.every(step), batch.target.every(step)
-    angles = rotary(source.positions() * step) if rotary else None
-    member = torch.zeros(sum(source.lengths), source.batch, dtype=wide, device=source.device)  # (N, B)
-    for prompt, part in enumerate(parts(source.lengths)):
-        member[part, prompt] = 1
-    total = 0.0
-    for layer in range(source.layers):
-        ours = cache_map.correct(layer, *(t.unsqueeze(0) for t in source.layer(layer, wide)), angles)
-        for x, y in zip(ours, target.layer(layer, wide)):
-            error = (x[0] - y).pow(2).sum(-1) @ member  # (H, B)
-            total = total + (error / (y.pow(2).sum(-1) @ member)).mean()
-    return total / (2 * source.layers)
+            room.most = min(room.most, batch.source.batch)
+            loss = room.whole(gradients)
+            if math.isfinite(loss):
+                optimiser.step()
+            snapshot = {name: weight.detach().clone() for name, weight in weights.items()}
+            phase = "warmup" if warm else "kl"
+            yield Step(number + 1, phase, loss, replace(initial, **snapshot), room.most)
+            if not math.isfinite(loss):
+                return
 
 
 @dataclass(frozen=True)
 class Frozen:
     """What training reads and never changes.
 
-    linears: the target's body as it multiplies fastest on a CPU; None for torch's own products over one padded batch,
-    which other devices do best with. head: (V, C).
+    body: the target's layers as they run fastest on a CPU; None for the model as it is over one padded batch, which
+    other devices do best with. head: (V, C). recompute: whether the target's layers are computed again in the backward
+    pass instead of keeping what they computed; always over one padded batch.
     """
 
     target: object
-    linears: FrozenLinears | None
+    body: FrozenBody | None
     head: FrozenMatrix
+    recompute: bool = False
 
     @classmethod
-    def of(cls, target, head_weight: torch.Tensor, rows: int | None) -> "Frozen":
+    def of(cls, target, head_weight: torch.Tensor, rows: int | None, recompute: bool = False) -> "Frozen":
         """rows: prompts times forced steps of one pass; None for torch's own products everywhere."""
         fast = rows is not None and head_weight.device.type == "cpu"
-        return cls(target, FrozenLinears(target, rows) if fast else None, FrozenMatrix(head_weight, rows))
+        body = FrozenBody(target, rows) if fast and not recompute else None
+        return cls(target, body, FrozenMatrix(head_weight, rows), recompute)
 
 
 def forced_kl(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """Mean over prompts and steps of KL(native ‖ path), differentiable in the map's weights."""
-    read = _read_padded if frozen.linears is None else _read_ragged
+    read = _read_padded if frozen.body is None else _read_ragged
     hidden = read(frozen, cache_map, batch, rotary)
     return HeadKL.apply(hidden.flatten(0, 1), batch.hidden.flatten(0, 1), frozen.head)
 
 
 def _read_ragged(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """The target's final hidden states (B, S, C) over the prefix as the map corrects it."""
-    prefix, wide = batch.source, compute_dtype(frozen.target)
-    lengths, angles = prefix.lengths, rotary(prefix.positions()) if rotary else None
-    maps = None if cache_map.why_not_affine else folded(cache_map, wide)
-
-    def layer_prefix(layer: int):
-        keys, values = prefix.layer(layer, wide)  # (H, N, D)
-        if maps is not None:
-            return keys, values, lengths, *maps[layer]
-        corrected = cache_map.correct(layer, keys.unsqueeze(0), values.unsqueeze(0), angles)
-        # rounded to the cache's dtype, as a handoff writes it there
-        return *(t[0].to(prefix.dtype).to(wide) for t in corrected), lengths, IDENTITY, IDENTITY
-
+    prefix = batch.source
+    angles = rotary(prefix.positions(roomy=True)) if rotary else None
     offsets = torch.arange(batch.inputs.shape[1], device=prefix.device)
-    positions = torch.tensor(lengths, device=prefix.device).unsqueeze(1) + offsets
-    with reading(frozen.target, layer_prefix), frozen.linears.within():
+    positions = torch.tensor(prefix.lengths, device=prefix.device).unsqueeze(1) + offsets
+    with frozen.body.reading(prefix_reads(cache_map, prefix, compute_dtype(frozen.target), angles)):
         return forward(frozen.target, batch.inputs, None, positions)
-
-
-def folded(cache_map: ResidualMap, dtype: torch.dtype) -> list[tuple[Affine, Affine]]:
-    """(key map, value map) per layer, each one dense matrix: W + s A B (I for direct), all layers' products at once."""
-    found, base = [], cache_map.base
-    for kind in ("key", "value"):
-        product = (getattr(cache_map, f"{kind}_left") @ getattr(cache_map, f"{kind}_right")).mul(
-            cache_map.scale
-        )
-        whole = torch.eye(product.shape[-1]).to(product) if base is None else getattr(base, f"{kind}_weight")
-        biases = [None] * len(product) if base is None else getattr(base, f"{kind}_bias").to(dtype).unbind(0)
-        found.append([Affine(*parts) for parts in zip((whole + product).to(dtype).unbind(0), biases)])
-    return list(zip(*found))
 
 
 def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=None) -> torch.Tensor:
     """As `_read_ragged`, by the attention of a handoff and in torch's own products."""
     target, prefix = frozen.target, batch.source.padded()
-    if cache_map.why_not_affine:
-        angles, dtype, wide = (
-            rotary(prefix.positions) if rotary else None,
-            prefix.dtype,
-            compute_dtype(target),
-        )
-        pairs = [
-            cache_map.correct(n, k.to(wide), v.to(wide), angles)
-            for n, (k, v) in enumerate(zip(prefix.keys, prefix.values))
-        ]
-        prefix = PrefixCache([k.to(dtype) for k, _ in pairs], [v.to(dtype) for _, v in pairs], prefix.valid)
-        maps = [(IDENTITY, IDENTITY)] * len(pairs)
-    else:
-        dtype = compute_dtype(target)
-        maps = [tuple(m.to(dtype) for m in cache_map.affine(n)) for n in range(len(prefix.keys))]
+    wide, angles = compute_dtype(target), rotary(prefix.positions) if rotary else None
+    affine = cache_map.why_not_affine is None
+    maps = [(IDENTITY, IDENTITY)] * len(prefix.keys)
+    if affine:
+        maps = [tuple(m.to(wide) for m in cache_map.affine(n)) for n in range(len(prefix.keys))]
     cache = handoff_cache(prefix)
+
+    def correct(layer: int) -> None:
+        held = cache.layers[layer]
+        pair = prefix.keys[layer].to(wide), prefix.values[layer].to(wide)
+        # rounded to the cache's dtype, as a handoff writes it there
+        new = (t.to(prefix.dtype) for t in cache_map.correct(layer, *pair, angles))
+        held.prefix_keys, held.prefix_values = new
+
     offsets = torch.arange(batch.inputs.shape[1], device=batch.inputs.device)
-    restore = attach(target, cache, maps, prefix.valid)
-    try:
+
+    @contextlib.contextmanager
+    def attached():
+        restore = attach(target, cache, maps, prefix.valid, None if affine else correct)
+        try:
+            yield
+        finally:
+            restore()
+
+    with (
+        attached(),
+        recomputed(target, cache, prefix, attached) if frozen.recompute else contextlib.nullcontext(),
+    ):
         return forward(target, batch.inputs, cache, prefix.lengths.unsqueeze(1) + offsets)
-    finally:
-        restore()
 
 
 class HeadKL(torch.autograd.Function):

@@ -36,8 +36,7 @@ glue_facts(pair_facts(pair))
 # ## Two models, one cache shape
 #
 # The target is {glue:text}`target`. For every position of a prompt it caches a key and a value in each of
-# {glue:text}`cache_shape`, and the source's cache has the same shape. Its hidden width differs, so nothing
-# else about the two caches need agree: every activation in the source is its own.
+# {glue:text}`cache_shape`, and the source's cache has the same shape. {glue:text}`widths`
 #
 # {glue:text}`source_made`
 
@@ -51,23 +50,22 @@ show_table(
 # %% [markdown]
 # The loss on held-out text tells how much of a language model the source still is: the target needs
 # {glue:text}`target_nll` nats per token and the source {glue:text}`source_nll`, over {glue:text}`nll_tokens`
-# tokens that neither the pruning nor any map has seen.
+# tokens that {glue:text}`unseen`.
 #
 # ## What pruning costs, layer by layer
 #
-# A source that is pruned from the target carries a rotated and narrower copy of its residual stream. After
-# every layer the chart compares the two: the share of the target's energy, its sum of squares, that the
-# source's stream misses, and the share of the MLP's energy that lies in the neurons that were kept.
+# {glue:text}`layer_by_layer`
 
 # %% tags=["hide-input"]
 layers = tables.read_layers(study.folder)
-show(
-    figures.residual_error(layers),
-    "Errors that a layer makes are inherited by all layers after it; the refit of every output projection"
-    " works against that. A pair that was loaded rather than pruned shows no curve.",
-    tables.layers(layers),
-    "pair/layers.parquet",
-)
+if len(layers):
+    show(
+        figures.residual_error(layers),
+        "Errors that a layer makes are inherited by all layers after it; the refit of every output projection"
+        " works against that.",
+        tables.layers(layers),
+        "pair/layers.parquet",
+    )
 
 # %% [markdown]
 # ## The gate
@@ -93,8 +91,13 @@ show_table(
 # that no two partitions share a sentence, and every span is listed with its hash in
 # `pair/partitions.json` before the first map is trained. The final partition is drawn but not yet
 # tokenised: {glue:text}`final_prompts` prompts from {glue:text}`final_articles` articles.
+# {glue:text}`texts`
 
 # %% tags=["hide-input"]
+if pair["corpus"]["texts"]:
+    show_table(
+        tables.texts(pair), "What was read. Commits are cut to sixteen digits; a local folder has none."
+    )
 show_table(
     tables.partitions(pair),
     "The partitions, in the order in which they are used. Hashes are cut to sixteen digits here.",

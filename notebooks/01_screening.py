@@ -17,10 +17,10 @@
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
 run = None  # type: str the folder under `results`; None: the profile's name
 results = "results"  # where the runs live
-steps = None  # type: int training steps of every arm, warm-up included
+steps = None  # type: int training steps of every arm, warm-up included; fewer take the checkpoints along
 prompts_per_step = None  # type: int prefixes per training step
 learning_rates = None  # type: list[float] three learning rates of the slice, such as [0.001, 0.003, 0.01]
-ranks = None  # type: list[int] four ranks of the slice; the profile's centre must be one of them
+rank_slice = None  # type: list[int] ranks of the slice, such as [4, 8]; the profile's centre must be one of them
 warmup_steps = None  # type: int steps on the cache's squared error before the training on KL
 scales = None  # type: list[float] residual scales tried for the selected arms
 checkpoints = None  # type: list[int] training steps whose weights are kept and tried
@@ -38,7 +38,7 @@ overrides = {
     "training.steps": steps,
     "training.prompts_per_step": prompts_per_step,
     "screening.learning_rates": learning_rates,
-    "screening.ranks": ranks,
+    "screening.ranks": rank_slice,
     "screening.warmup_steps": warmup_steps,
     "screening.scales": scales,
     "screening.checkpoints": checkpoints,

@@ -9,8 +9,7 @@
 # %% [markdown]
 # # The study and this run
 #
-# The book repeats a published study with a pair of its own. The study used an H100 and two models of
-# several billion parameters; what is compared here is the shape of the result, not its milliseconds.
+# The book repeats a published study. What is compared here is the shape of the result, not its milliseconds.
 
 # %% tags=["parameters"]
 profile = "laptop"  # a profile's name (data/profiles/NAME.yaml) or a path to such a file
@@ -21,7 +20,7 @@ results = "results"  # where the runs live
 from kvlib.report import figures, tables
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.headline import tiles
-from kvlib.report.prose import colophon_facts, front_facts
+from kvlib.report.prose import colophon_facts, difference_facts, front_facts
 from kvlib.report.renderer import (
     glue_chart,
     glue_facts,
@@ -38,15 +37,17 @@ use_book_renderer("10_study_and_run")
 study = open_run(profile, run, results=results)
 stages = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 records = {stage: read_summary(study.stage(stage)) for stage in stages}
-comparison = compare(read_published(), records)
+published = read_published()
+comparison = compare(published, records)
 
 # %% tags=["remove-cell"]
 glue_facts(
     {"summary": summary_sentence(comparison), "ordering": ordering_sentence(records["frozen_evaluation"])}
 )
+glue_facts(difference_facts(published, records))
 
 # %% [markdown]
-# {glue:text}`ordering`
+# {glue:text}`repeats` {glue:text}`ordering`
 #
 # {glue:text}`summary`
 
@@ -62,12 +63,10 @@ show_table(
 # %% [markdown]
 # ## Why the figures need not agree
 #
-# - **Another pair.** The study's source was pruned *and then distilled* on a large corpus; it learned to
-#   speak again. A source that is pruned in closed form has had no such schooling, and its text is worse.
-#   Where the study and this run agree all the same, the agreement is about caches rather than about one pair.
-# - **Other text, and less of it.** A correction is trained on what there is. With less text it overfits
-#   sooner, and the best residual scale may be another.
-# - **Another machine.** A GPU is limited by launches at short prefixes and by bandwidth at long ones; a
+# - **The pair.** {glue:text}`the_pair`
+# - **The text.** {glue:text}`the_text` With less text a correction overfits sooner, and the best residual scale
+#   may be another.
+# - **The machine.** {glue:text}`the_machine` A GPU is limited by launches at short prefixes and by bandwidth at long ones; a
 #   processor with few cores is limited by arithmetic almost from the start. Native prefill is all arithmetic,
 #   so it becomes the slow path at shorter prefixes. That is why ratios are judged here and times are not.
 # - **Another way to apply the map.** A corrected cache that is written out costs time in proportion to the
@@ -75,7 +74,7 @@ show_table(
 #   is absorbed into the attention, and what it adds to direct reuse hardly grows with the prefix; any other
 #   is written into the cache, as in the study. {glue:text}`learned_mode`
 #   A row that looks better than the study's for this reason is a better implementation, not a better map.
-# - **Fewer repetitions** make a run's own figures less certain than the study's; the chapters say how many
+# - **Repetitions.** A run with fewer of them than the study has less certain figures; the chapters say how many
 #   there were.
 
 # %% tags=["remove-cell"]

@@ -25,6 +25,9 @@ TYPICAL_S = {
     "test_browser.py": 150, "test_browser_reading.py": 60,
     "test_readme.py": 80, "test_cli.py": 60, "test_study.py": 30, "test_real_pair.py": 150,
     "test_evidence_stage.py": 50, "test_verification.py": 110, "test_resilience.py": 90, "test_bad_records.py": 80,
+    "test_executors.py": 100, "test_paper.py": 110, "test_hub.py": 15, "test_first_evening.py": 20,
+    "test_card.py": 60, "test_one_model.py": 60, "test_kernels.py": 30,
+    "test_pdf.py": 40, "test_watch.py": 35, "test_completion.py": 15,
 }  # fmt: skip
 OTHERWISE_S = 8
 SMOKE_GROUP = "smoke run"  # of tests that one process runs, so that there is one smoke run
@@ -97,6 +100,16 @@ def _one_thread(request):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def compiled_code(tmp_path_factory):
+    """Compiled code is kept for these tests, and not among the user's."""
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

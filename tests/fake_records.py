@@ -112,6 +112,7 @@ def _pair(folder: Path, head: dict, rng) -> None:
             "tokens_each": 288 if k == "prompts" else 1024,
             "hash": hash_json(n),
             "kind": k,
+            "text": None,
         }
         for n, a, i, k in zip(names, articles, items, kinds, strict=True)
     }
@@ -146,7 +147,9 @@ def _pair(folder: Path, head: dict, rng) -> None:
                 "licence": "CC BY-SA",
                 "articles": 92,
                 "characters": 3_400_000,
+                "texts": [],
             },
+            "revisions": {"target": None, "source": None},
             "training_dtype": "bfloat16",
             "seed": 2026,
         },

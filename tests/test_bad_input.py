@@ -142,9 +142,9 @@ def test_a_list_of_assets_that_is_none_is_one_sentence(tmp_path, content):
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ({"prompt.prefix_tokens": 800}, "forced_steps is 808, the model has 600 positions: lower it"),
-        ({"latency.prefix_tokens": [32, 64, 601]}, "latency.prefix_tokens is 601, the model has 600 positions"),
-        ({"partitions.window_tokens": 601}, "partitions.window_tokens is 601, the model has 600 positions"),
+        ({"prompt.prefix_tokens": 800}, "forced_steps is 808, the target has 600 positions: lower it"),
+        ({"latency.prefix_tokens": [32, 64, 601]}, "latency.prefix_tokens is 601, the target has 600 positions"),
+        ({"partitions.window_tokens": 601}, "partitions.window_tokens is 601, the target has 600 positions"),
         ({"partitions.final.items": 400}, "too little text for partition final: asked for 400 prompts"),
         ({"partitions.final.articles": 40}, "too little text for partition final"),
         ({"pair.source.hidden_size": 35}, "hidden_size is 35: expected a multiple of the 6 heads; choose 30"),

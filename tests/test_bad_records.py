@@ -49,12 +49,14 @@ FILES = [
     *(f"{stage}/{file}" for stage in STAGES for file in ("summary.json", "made.json")),
     *(f"{stage}/{file}" for stage in ("screening", "confirmation")
       for file in ("windows-*/windows.json", "windows-*/source.bin", "windows-*/target.bin", "windows-*/hidden.bin",
-                   "prompts-*/prompts-*.safetensors", "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json",
+                   "windows-*/scale.json", "prompts-*/prompts-*-source.safetensors", "prompts-*/prompts-*-native.safetensors",
+                   "ridge-*.safetensors", "validation.parquet", "arms/*/trained.json", "arms/*/ran.json",
                    "arms/*/curve.parquet", "arms/*/scored-*.json", "arms/*/step-*.safetensors")),
     "screening/curves.parquet", "screening/grid.parquet", "confirmation/manifest.json",
     *(f"confirmation/{name}.safetensors" for name in ("learned", "ridge", "wrong_trained")),
     *(f"frozen_evaluation/{file}"
-      for file in ("work-*/opening.json", "work-*/prompts-*.safetensors", "work-*/steps-*.parquet", "work-*/controls-*.parquet",
+      for file in ("work-*/opening.json", "work-*/prompts-*-source.safetensors", "work-*/prompts-*-native.safetensors",
+                   "work-*/steps-*.parquet", "work-*/controls-*.parquet",
                    "prompts.parquet", "steps.parquet", "controls.parquet", "ledger.jsonl")),
     *(f"latency/{file}"
       for file in ("parts/[0-9]*.parquet", "parts/breakdown-*.parquet", "parts/pipeline-*.parquet", "raw.parquet",
@@ -343,8 +345,11 @@ FORGED = [
     ("screening/arms/*/curve.parquet", retabled(lambda t: not_a_number(t, "loss")), "NaN"),
     *(("frozen_evaluation/work-*/steps-*.parquet", retabled(change), name) for name, change in TABLES.items()),
     ("frozen_evaluation/work-*/steps-*.parquet", retabled(lambda t: not_a_number(t, "kl")), "NaN"),
-    *(("screening/prompts-*/prompts-*.safetensors", retensored(change), name) for name, change in TENSORS.items()),
-    *(("frozen_evaluation/work-*/prompts-*.safetensors", retensored(change), name) for name, change in TENSORS.items()),
+    *((f"{place}-*/prompts-*-{role}.safetensors", retensored(change), name)
+      for place in ("screening/prompts", "frozen_evaluation/work") for role in ("source", "native")
+      for name, change in TENSORS.items()),
+    ("screening/windows-*/scale.json", resealed(lambda r: r.update(scale=7)), "a number for a list"),
+    ("screening/windows-*/scale.json", resealed(lambda r: r["scale"].pop()), "values short"),
     *(("screening/arms/*/step-*.safetensors", remapped(change), name) for name, change in TENSORS.items()),
     *(("confirmation/ridge-*.safetensors", remapped(change), name) for name, change in TENSORS.items()),
     ("screening/arms/*/scored-*.json", resealed(lambda r: r["kl32"].pop()), "a prompt short"),

@@ -25,10 +25,11 @@ import ttft  # noqa: E402
 from paths import NATIVE, NaiveMap, entry, kind_of  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-import kvlib.compiled  # noqa: E402
 from kvlib import prefill  # noqa: E402
 from kvlib.geometry import rotary_of  # noqa: E402
 from kvlib.study.gpu_results import read_gpu  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("compiled_code")
 
 MACHINE = {
     "device", "name", "cores", "threads", "python", "torch", "transformers", "memory_bandwidth_gb_s", "date",
@@ -37,21 +38,13 @@ KINDS = ("ridge", "linear", "quadratic", "rms", "rope_stripped")
 GPU = ["--device", "cpu", "--tiny", "--lengths", "16", "32"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_compiler():
-    """The kernel that is compiled, as it is written: compiling takes most of a minute."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvlib.compiled, "_compiled", lambda: kvlib.compiled.add_residual)
-        yield
-
-
 @pytest.fixture(scope="module")
 def tiny_pair():
     return shapes.random_model(shapes.TINY_TARGET), shapes.random_model(shapes.TINY_SOURCE, seed=1)
 
 
 @pytest.fixture(scope="module")
-def gpu_file(tmp_path_factory):
+def gpu_file(tmp_path_factory, compiled_code):
     file = tmp_path_factory.mktemp("gpu") / "gpu.json"
     gpu.main([*GPU, "--out", str(file)])
     return file

@@ -1,6 +1,7 @@
 """The command line: what it lists, and that every mistake is one sentence and exit status 2."""
 
 import json
+import re
 from pathlib import Path
 
 import jupytext
@@ -8,11 +9,20 @@ import pytest
 from papermill import inspect_notebook
 
 from kvlib.errors import KvlibError
+from kvlib.options import DEFAULT_PROFILE
 from kvlib.study import execution
 from kvlib.study.arms import all_arms
-from kvlib.study.parameters import check_parameters, parse_value, script_parameters
+from kvlib.study.parameters import (
+    check_parameters,
+    parse_value,
+    profile_keys,
+    script_parameters,
+    values_by_script,
+)
 from kvlib.study.profile import load_profile, profile_names
 from kvlib.study.run import EXTRA, STAGES
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_profiles_are_listed_with_what_they_are(kvlib):
@@ -38,6 +48,69 @@ def test_params_says_what_the_parameters_cell_says(kvlib):
     assert list(rows) == list(known)
     for name, parameter in known.items():
         assert parameter.meaning and rows[name].endswith(parameter.meaning)
+
+
+def test_the_defaults_that_params_shows_are_the_profiles(kvlib):
+    for profile in ("laptop", "smoke"):
+        _, out, _ = kvlib("params", "01_screening", "--profile", profile)
+        rows = {line.split()[0]: line for line in out.splitlines()[1:]}
+        screening, training = load_profile(profile).screening, load_profile(profile).training
+        assert f" {training.steps} " in rows["steps"]
+        assert f" {screening.ranks} " in rows["rank_slice"]
+        assert f" {screening.scales} " in rows["scales"]
+        assert f" {profile} " in rows["profile"] and f" {profile} " in rows["run"]
+        assert " null " in rows["arms"]
+
+
+def test_every_parameter_but_a_few_is_a_setting_of_the_profile():
+    every = {script.stem: script for script in execution.scripts().values()} | execution.extra_scripts()
+    for name, script in every.items():
+        own = {"profile", "run", "results", "gpu_results", "seed", "cards", "planned"}
+        assert set(script_parameters(script)) - own == set(profile_keys(script)) - own, name
+
+
+def shown_defaults() -> list[tuple[str, object, str]]:
+    """(command and option, the real default, what --help shows for it) of whatever shows one."""
+    import typer
+
+    from kvlib.cli import app
+
+    found = []
+    for name, command in typer.main.get_command(app).commands.items():
+        context = typer.Context(command)
+        for parameter in command.params:
+            record = parameter.get_help_record(context) if hasattr(parameter, "get_help_record") else None
+            shown = re.search(r"default: ([^;\]]+)", " ".join(record)) if record else None
+            if shown:
+                found.append((f"{name} {parameter.name}", parameter.default, shown.group(1)))
+    return found
+
+
+def test_every_default_that_help_shows_is_the_real_one():
+    found = shown_defaults()
+    assert {"notebooks out", "evidence attacks"} <= {where for where, _, _ in found}
+    for where, default, shown in found:
+        real = default() if callable(default) else default
+        name = where.split()[-1]
+        assert shown in ((name if real else f"no-{name}",) if isinstance(real, bool) else (str(real),)), where
+
+
+@pytest.mark.parametrize("command", [("arms",), ("params", "01_screening")])
+def test_the_profile_that_help_names_is_taken_when_none_is_given(kvlib, command):
+    assert kvlib(*command) == kvlib(*command, "--profile", DEFAULT_PROFILE)
+    assert f"else {DEFAULT_PROFILE}" in kvlib(*command, "--help")[1].replace("\n", " ").replace("  ", " ")
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"PROFILE ?= {DEFAULT_PROFILE}\n" in makefile
+
+
+def test_the_example_of_two_ranks_and_fewer_steps_is_taken(tmp_path):
+    script = execution.script_of("01_screening")
+    values = values_by_script([script], {"rank_slice": "[4,8]", "steps": "40"})[script]
+    keys = profile_keys(script)
+    settings = load_profile("laptop", {keys[name]: value for name, value in values.items()})
+    arms = all_arms(settings.screening)
+    assert (settings.training.steps, {arm.rank for arm in arms}) == (40, {4, 8})
+    assert max(settings.screening.checkpoints) == 40
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,13 @@ def installer(tmp_path, monkeypatch):
     """The script on a folder of its own, with pip and venv replaced by notes of what was asked."""
     (tmp_path / "tools").mkdir()
     copy = shutil.copy(ROOT / "tools" / "install.py", tmp_path / "tools" / "install.py")
-    for name in ("requirements.txt", "requirements-test.txt", "requirements.lock", "pyproject.toml"):
+    for name in (
+        "requirements.txt",
+        "requirements-test.txt",
+        "requirements-ray.txt",
+        "requirements.lock",
+        "pyproject.toml",
+    ):
         (tmp_path / name).write_text(name)
     spec = importlib.util.spec_from_file_location("install", copy)
     module = importlib.util.module_from_spec(spec)
@@ -70,6 +76,17 @@ def test_changed_requirements_are_installed_into_the_same_environment(installer)
     assert installer.asked == ["venv", "requirements.txt", "requirements.txt"]
 
 
+def test_a_change_of_an_included_file_is_a_change(installer, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["install.py", "--test"])
+    installer.main()
+    (Path(installer.ROOT) / "requirements-ray.txt").write_text("other")
+    installer.main()
+    assert len(installer.asked) == 3
+    monkeypatch.setattr(sys, "argv", ["install.py"])
+    installer.main()
+    assert len(installer.asked) == 3  # the book needs none of it
+
+
 @pytest.mark.parametrize("version", [(3, 10, 0), (3, 14, 0)])
 def test_another_python_is_one_sentence(installer, monkeypatch, capsys, version):
     monkeypatch.setattr(sys, "version_info", version)
@@ -87,8 +104,24 @@ def test_make_says_when_there_is_no_python():
     assert "install python3.11" in done.stderr
 
 
-def test_every_direct_requirement_has_the_pin_of_the_lock():
+def requirements(name: str) -> list[str]:
+    lines = (ROOT / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def test_every_direct_requirement_has_the_pin_of_the_lock(installer):
     pins = set((ROOT / "requirements.lock").read_text().splitlines())
-    for name in ("requirements.txt", "requirements-test.txt"):
-        lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    for name in ("requirements.txt", "requirements-test.txt", "requirements-ray.txt"):
+        lines = [line for line in requirements(name) if not line.startswith("-r ")]
         assert lines and set(lines) <= pins
+
+
+def test_the_stamp_knows_every_file_that_another_includes(installer):
+    for what, names in installer.FILES.items():
+        included = [
+            line.removeprefix("-r ")
+            for name in names
+            for line in requirements(name)
+            if line.startswith("-r ")
+        ]
+        assert included == installer.INCLUDED[what]

@@ -214,8 +214,9 @@ def test_without_a_compiler_the_compiled_way_is_left_out_and_says_so():
 
 
 def test_a_compiler_is_looked_for_before_it_is_needed(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert no_compiler(torch.device("cpu")) == NO_COMPILER
-    (tmp_path / "none").write_text("#!/bin/sh\n")
-    (tmp_path / "none").chmod(0o755)
     assert no_compiler(torch.device("cpu")) is None
+    (tmp_path / "without").write_text("#!/bin/sh\n")  # runs, and knows of no OpenMP
+    (tmp_path / "without").chmod(0o755)
+    for name in ("none", "without"):
+        monkeypatch.setenv("CC", str(tmp_path / name))
+        assert no_compiler(torch.device("cpu")) == NO_COMPILER

@@ -7,7 +7,7 @@ from tiny import refused, tiny_llama, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlib import DirectMap, handoff, prefill, products
-from kvlib.compiled import add_residual, why_not_compiled
+from kvlib.compiled import add_residual, torch_correction, why_not_compiled
 from kvlib.linear import fast_linears, has_onednn, linear
 
 AFFINE = [fitted_ridge(), random_residual(), random_residual(base=fitted_ridge())]
@@ -114,9 +114,14 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("residual", "features"), KINDS)
-def test_what_is_compiled_says_what_the_map_says(residual, features, monkeypatch):
-    """The function that is compiled, run as it is; `test_compiling…` compiles one."""
-    monkeypatch.setattr("kvlib.compiled._compiled", lambda: add_residual)
+@pytest.mark.parametrize("by", ["C", "torch"])
+def test_what_is_compiled_says_what_the_map_says(residual, features, by, monkeypatch, compiled_code):
+    """By torch: the function that is compiled, run as it is."""
+    if by == "torch":
+        monkeypatch.setattr("kvlib.compiled._compiled", lambda: add_residual)
+        monkeypatch.setattr(
+            "kvlib.reading.compiled_correction", lambda *given: (torch_correction(*given), 0.0)
+        )
     model, ids = tiny_llama(), tokens(2, 31)
     cache_map, prefix = random_residual(residual, features), prefill(tiny_llama(1), ids[:, :-1])
     _, exact, _ = decode(model, prefix.clone(), cache_map, "materialised", ids[:, -1:], 3)
@@ -146,6 +151,7 @@ def test_without_a_compiler_there_is_one_sentence(monkeypatch):
         raise RuntimeError("no compiler\nand much advice")
 
     monkeypatch.setattr("kvlib.compiled._compiled", without)
+    monkeypatch.setattr("kvlib.compiled.made_of_c", lambda device: False)
     model, ids = tiny_llama(), tokens(1, 12)
 
     def enter():

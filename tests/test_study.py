@@ -31,6 +31,7 @@ TIMES = {
     "created",
     "duration_s",
     "seconds",
+    "ran",
     "peak_bytes",
     "opened",
     "written",

@@ -16,7 +16,8 @@ from kvlib.packed import FrozenMatrix
 from kvlib.pair import rotary_of
 from kvlib.study.progress import Progress
 from kvlib.study.store import WindowStore
-from kvlib.training import Frozen, HeadKL, forced_kl, kv_mse, train
+from kvlib.training import Frozen, HeadKL, forced_kl, train
+from kvlib.warmup import kv_mse
 
 STEPS = 4
 
@@ -112,7 +113,8 @@ def test_the_warm_up_lowers_the_reconstruction_error(models, store):
     target, _ = models
     steps = run(target, store, fresh(store), steps=30, warmup_steps=29)
     batch = store.batch([0, 1], [30, 30], STEPS, with_target=True)
-    assert kv_mse(steps[28].map, batch) < kv_mse(fresh(store), batch)
+    caches = batch.source, batch.target
+    assert kv_mse(steps[28].map, *caches) < kv_mse(fresh(store), *caches)
     assert [s.phase for s in steps] == ["warmup"] * 29 + ["kl"]
 
 

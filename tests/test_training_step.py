@@ -7,25 +7,39 @@ import torch
 from test_maps import KINDS, random_residual
 from tiny import tiny_llama, tokens
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from kvlib import RidgeMap
 from kvlib.cache import Geometry
+from kvlib.frozen_layers import is_plain_llama
 from kvlib.maps.residual import WEIGHTS
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import rotary_of
+from kvlib.ragged import roomy_length
 from kvlib.study.progress import Progress
 from kvlib.study.store import WindowStore
 from kvlib.training import Frozen, forced_kl
+from kvlib.warmup import kv_mse
 
 STEPS, CUTS = 4, [9, 17, 30]
 
 
-def setting(tmp_path, dtype):
+@pytest.fixture
+def wide_norms(monkeypatch):
+    """Norms in the model's own dtype: transformers' take float32 in a float64 model as well, whose rounding would hide errors."""
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", forward)
+
+
+def setting(tmp_path, dtype, with_target=False):
     """(target, a batch of three prompts of unequal length) in one dtype, caches included."""
     target, source = (tiny_llama(seed).to(dtype) for seed in (0, 1))
     store = WindowStore(tmp_path, tokens(3, 40), Geometry.of(target), target.config.hidden_size, dtype)
     store.fill(source, target, Progress("test", 3), 1)
-    batch = store.batch([0, 1, 2], CUTS, STEPS, with_target=False)
+    batch = store.batch([0, 1, 2], CUTS, STEPS, with_target=with_target)
     return target, replace(batch, hidden=batch.hidden.to(dtype))
 
 
@@ -61,7 +75,7 @@ def largest_error(ours, theirs) -> float:
 # 1e-9: float64 sums of some hundred terms, in another order, through three layers. A wrong term is off by far more.
 @pytest.mark.parametrize("base", ["direct", "ridge"])
 @pytest.mark.parametrize(("residual", "features"), KINDS)
-def test_a_fast_step_has_the_plain_steps_loss_and_gradients(tmp_path, residual, features, base):
+def test_a_fast_step_has_the_plain_steps_loss_and_gradients(tmp_path, wide_norms, residual, features, base):
     target, batch = setting(tmp_path, torch.float64)
     cache_map = replace(
         random_residual(residual, features), base=ridge(torch.float32) if base == "ridge" else None
@@ -72,6 +86,20 @@ def test_a_fast_step_has_the_plain_steps_loss_and_gradients(tmp_path, residual, 
     assert loss == pytest.approx(wanted, rel=tolerance) and loss > 0
     assert all(float(gradient.abs().max()) > 0 for gradient in theirs)
     assert largest_error(ours, theirs) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("residual", "features"), [("linear", "own"), ("quadratic", "own"), ("linear", "rope_stripped")]
+)
+def test_a_body_that_is_no_plain_llama_keeps_its_own_layers(tmp_path, residual, features):
+    target, batch = setting(tmp_path, torch.float64)
+    for layer in target.model.layers:
+        layer.mlp.gate_proj.forward = layer.mlp.gate_proj.forward  # somebody else's
+    assert not is_plain_llama(target)
+    (loss, ours), (wanted, theirs) = both_ways(
+        target, random_residual(residual, features), batch, torch.float64
+    )
+    assert loss == pytest.approx(wanted, rel=1e-6) and largest_error(ours, theirs) < 1e-6
 
 
 def test_in_float32_they_differ_by_rounding_only(tmp_path):
@@ -110,7 +138,7 @@ def test_a_step_multiplies_only_what_its_loss_needs(tmp_path):
     per_prompt = (
         queries * STEPS * dim
     )  # times positions: one product of scores with keys or of shares with values
-    prefix = 4 * layers * per_prompt * sum(cut - 1 for cut in CUTS)
+    prefix = 4 * layers * per_prompt * sum(roomy_length(cut - 1) for cut in CUTS)
     new = (
         (6 * layers - 2 - 1) * per_prompt * STEPS * len(CUTS)
     )  # the first layer's own three gradients are idle
@@ -130,3 +158,33 @@ def test_a_matrix_keeps_its_dtype_where_onednn_has_no_kernel():
     x = torch.ones(3, 5, dtype=torch.float64)
     assert torch.equal(matrix.times(x), x @ weight.T)
     assert torch.equal(matrix.back(matrix.times(x)), x @ weight.T @ weight)
+
+
+@pytest.mark.parametrize("base", ["direct", "ridge"])
+@pytest.mark.parametrize(("residual", "features"), KINDS)
+def test_the_warm_ups_gradients_are_autograds(tmp_path, residual, features, base):
+    """Against the map's own correction under autograd, prompt by prompt, in float64."""
+    target, batch = setting(tmp_path, torch.float64, with_target=True)
+    cache_map = replace(
+        random_residual(residual, features), base=ridge(torch.float32) if base == "ridge" else None
+    ).to(torch.float64)
+    rotary = rotary_of(target) if cache_map.needs_rotary else None
+    ours, theirs = (
+        replace(cache_map, **{n: getattr(cache_map, n).clone().requires_grad_(True) for n in WEIGHTS})
+        for _ in range(2)
+    )
+    loss = kv_mse(ours, batch.source, batch.target, rotary)
+    loss.backward()
+    terms = []
+    for x, y in zip(batch.source.rows, batch.target.rows):
+        angles = rotary(torch.arange(x.shape[3]).unsqueeze(0)) if rotary else None
+        for layer in range(3):
+            corrected = theirs.correct(layer, *x[layer].unsqueeze(1), angles)
+            for found, wanted in zip(corrected, y[layer]):
+                terms.append((found[0] - wanted).square().sum((-1, -2)) / wanted.square().sum((-1, -2)))
+    wanted = torch.stack(terms).mean()
+    wanted.backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-9)
+    pairs = [[getattr(one, n).grad for n in WEIGHTS] for one in (ours, theirs)]
+    # 1e-6: rotary angles are the model's own float32
+    assert largest_error(*pairs) < (1e-6 if features == "rope_stripped" else 1e-9)

@@ -81,7 +81,7 @@ def made(tmp_path_factory) -> Path:
         ):  # one of no stage
             notebook = {
                 "cells": [{"cell_type": "code", "outputs": [{"output_type": "stream", "text": "fine"}]}],
-                "metadata": {"kvlib": {"inputs": "-", "records": execution._records_key(name, "smoke")}},
+                "metadata": {"kvlib": {"inputs": "-", "records": execution.records_key(name, "smoke")}},
             }
             path = run.folder / "notebooks" / f"{name}.ipynb"
             path.parent.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 UNFINISHED = os.path.join(VENV, ".installing")
 STAMPS = {"book": os.path.join(VENV, ".installed"), "test": os.path.join(VENV, ".installed-test")}
 FILES = {"book": ["requirements.txt"], "test": ["requirements.txt", "requirements-test.txt"]}
+INCLUDED = {"book": [], "test": ["requirements-ray.txt"]}  # by a line of one of these
 OLDEST, NEWEST = (3, 11), (3, 13)  # what all of the pinned packages offer wheels for
 VERSION = ".".join(str(part) for part in sys.version_info[:2])
 SAY_EVERY_S = 15
@@ -154,7 +155,7 @@ def lines_of(path):
 def fingerprint(what):
     """Hash of the requirements and of the Python that they are for."""
     digest = hashlib.sha256(VERSION.encode())
-    for name in [*FILES[what], "requirements.lock", "pyproject.toml"]:
+    for name in [*FILES[what], *INCLUDED[what], "requirements.lock", "pyproject.toml"]:
         with open(os.path.join(ROOT, name), "rb") as stream:
             digest.update(stream.read())
     return digest.hexdigest()

@@ -166,7 +166,7 @@ class CacheMap(ABC):
         return cos, sin
 
 
-def save_map(cache_map: CacheMap, path: Path, *, pair: str, provenance: dict | None = None) -> None:
+def save_map(cache_map: CacheMap, path: str | Path, *, pair: str, provenance: dict | None = None) -> None:
     """Write a map as safetensors, whole or not at all.
 
     Args:
@@ -226,7 +226,7 @@ def hash_map(description: dict, tensors: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _read_map(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def _read_map(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """(description, tensors) of a file that `save_map` wrote. Raises KvlibError for any other."""
     try:
         with safe_open(path, framework="pt") as file:
@@ -245,7 +245,7 @@ def _read_map(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     return described, tensors
 
 
-def load_map(path: Path, *, pair: str | None) -> CacheMap:
+def load_map(path: str | Path, *, pair: str | None) -> CacheMap:
     """Read a map back.
 
     Args:
@@ -280,6 +280,6 @@ def load_map(path: Path, *, pair: str | None) -> CacheMap:
     return restored
 
 
-def map_provenance(path: Path) -> dict:
+def map_provenance(path: str | Path) -> dict:
     """The provenance that was saved with a map. Raises KvlibError for a file that is none."""
     return _read_map(path)[0].get("provenance", {})

@@ -136,32 +136,43 @@ class ResidualMap(CacheMap):
     def correct(self, layer, keys, values, rotary=None):
         keys, values = keys.to(self.key_left.dtype), values.to(self.key_left.dtype)
         new_keys, new_values = (keys, values) if self.base is None else self.base.correct(layer, keys, values)
-        key_scale = self.key_scale[layer][:, None, None]  # (H, 1, 1)
-        value_scale = self.value_scale[layer][:, None, None]
-        stripped = self.features == "rope_stripped"
-        x = keys
-        if stripped:
-            cos, sin = rotary
-            # R(p)⁻¹ = R(−p); dividing by cos² + sin² undoes an attention scaling that some rope types carry
-            x = rotate(keys, cos, -sin) / (cos * cos + sin * sin).unsqueeze(1)
-        delta_keys = (self._features(x, key_scale) @ self.key_left[layer]) @ self.key_right[layer]
-        if stripped:
-            delta_keys = rotate(delta_keys, cos, sin)
-        delta_values = (self._features(values, value_scale) @ self.value_left[layer]) @ self.value_right[
-            layer
-        ]
+        key_scale, value_scale = (t[layer][:, None, None] for t in (self.key_scale, self.value_scale))
+        delta_keys = self.latent(layer, keys, False, rotary) @ self.key_right[layer]
+        if self.needs_rotary:
+            delta_keys = rotate(delta_keys, *rotary)
+        delta_values = self.latent(layer, values, True) @ self.value_right[layer]
         return (
             new_keys + self.scale * key_scale * delta_keys,
             new_values + self.scale * value_scale * delta_values,
         )
+
+    def latent(self, layer: int, x: torch.Tensor, values: bool, rotary=None) -> torch.Tensor:
+        """f(x) A of a layer's keys or values: x (B, H, T, D) -> (B, H, T, r)."""
+        return (
+            self.features_of(layer, x, values, rotary) @ (self.value_left if values else self.key_left)[layer]
+        )
+
+    def features_of(self, layer: int, x: torch.Tensor, values: bool, rotary=None) -> torch.Tensor:
+        """f(x) of a layer's keys or values: x (B, H, T, D) -> (B, H, T, F)."""
+        if self.needs_rotary and not values:
+            cos, sin = rotary
+            # R(p)⁻¹ = R(−p); dividing by cos² + sin² undoes an attention scaling that some rope types carry
+            x = rotate(x, cos, -sin) / (cos * cos + sin * sin).unsqueeze(1)
+        scale = (self.value_scale if values else self.key_scale)[layer][:, None, None]
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
+        return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
     @property
     def in_one_pass(self) -> bool:
         """Whether z = σ f(x) A can be had from x and x² by products alone, so that nothing of the cache's size is written."""
         return self.base is None and not (self.features == "rope_stripped" and self.residual == "quadratic")
 
-    def low_rank(self, layer: int, values: bool) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def low_rank(
+        self, layer: int | slice, values: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """(rows, rows of the squares or None, right) of a layer's keys or values, each (H, r, D), σ and s worked in.
+
+        `layer` may be a slice of layers: (L, H, r, D) each.
 
         x' = x + w (x rowsᵀ + w x² squaresᵀ) right, with w = 1 / rms(x) for RMS-normalised features, else 1.
         """
@@ -169,7 +180,7 @@ class ResidualMap(CacheMap):
             ("value_left", "value_right", "value_scale") if values else ("key_left", "key_right", "key_scale")
         )
         left, right, sigma = (getattr(self, name)[layer] for name in names)
-        rows, squares, sigma = left.transpose(1, 2), None, sigma[:, None, None]
+        rows, squares, sigma = left.mT, None, sigma[..., None, None]
         rms = self.features == "rms"
         if self.residual == "quadratic":
             rows, squares = rows.chunk(2, -1)
@@ -211,11 +222,6 @@ class ResidualMap(CacheMap):
             if rms:
                 z.mul_(weight)
             block.baddbmm_(z.transpose(1, 2), part.whole(right))
-
-    def _features(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """(B, H, T, D) -> (B, H, T, F)."""
-        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-12) if self.features == "rms" else x / scale
-        return torch.cat([x, x * x], -1) if self.residual == "quadratic" else x
 
     def check_shapes(self):
         layers, heads, rank, dim = self.key_right.shape

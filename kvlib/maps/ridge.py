@@ -72,17 +72,18 @@ class RidgeAccumulator:
     Sums are float64 and of vectors centred on the first batch's mean, so that a large mean costs no digits.
     """
 
-    def __init__(self, geometry: Geometry):
+    def __init__(self, geometry: Geometry, device: torch.device | str = "cpu"):
         self.geometry, self.count = geometry, 0
+        options = {"dtype": torch.float64, "device": device}
         size = (2, geometry.layers, geometry.heads, geometry.head_dim)  # 2: keys, values
         self.shift_x = self.shift_y = None
         self.sum_x, self.sum_y = (
-            torch.zeros(size, dtype=torch.float64),
-            torch.zeros(size, dtype=torch.float64),
+            torch.zeros(size, **options),
+            torch.zeros(size, **options),
         )
-        self.gram = torch.zeros(*size, geometry.head_dim, dtype=torch.float64)
+        self.gram = torch.zeros(*size, geometry.head_dim, **options)
         self.cross = torch.zeros_like(self.gram)
-        self.square_y = torch.zeros(size, dtype=torch.float64)
+        self.square_y = torch.zeros(size, **options)
 
     @torch.no_grad()
     def add(self, source: PrefixCache, target: PrefixCache) -> None:
@@ -129,7 +130,7 @@ class RidgeAccumulator:
         gram = self.gram - self.count * mean_x.unsqueeze(-1) * mean_x.unsqueeze(-2)
         cross = self.cross - self.count * mean_x.unsqueeze(-1) * mean_y.unsqueeze(-2)
         ridge = penalty * gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-        eye = torch.eye(self.geometry.head_dim, dtype=torch.float64)
+        eye = torch.eye(self.geometry.head_dim, dtype=torch.float64, device=gram.device)
         try:
             weight = torch.linalg.solve(gram + ridge[..., None, None] * eye, cross)
         except torch.linalg.LinAlgError as error:

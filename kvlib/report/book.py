@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,7 @@ CHAPTERS = (
     "04_latency",
     "10_study_and_run",
     "20_trust",
+    "30_gpu",
 )
 EVIDENCE = "evidence"  # a chapter with a command of its own; a page says so while there is none
 FOLDED = {
@@ -38,6 +40,7 @@ FOLDED = {
 ASIDE = ".book-"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 FONT_PRELOAD = re.compile(r'<link rel="preload" as="font"[^>]*>\n?')
+Finish = Callable[[Path], None]
 KEPT_OF_MATHJAX = ("tex-chtml.js", "output/chtml/fonts", "input/tex/extensions")
 
 
@@ -55,30 +58,66 @@ def build_book(run_folder: Path, *, out: Path | None = None) -> Path:
     """
     run_folder = Path(run_folder).resolve()
     out = Path(out).resolve() if out else run_folder / "book"
+    build_pages(
+        lambda source: fill_book(run_folder, source),
+        banner(run_folder),
+        out,
+        finish=lambda built: link_sources(built, run_folder),
+    )
+    return out / "index.html"
+
+
+def fill_book(run_folder: Path, source: Path) -> None:
+    """Put the pages of a run's book, its executed notebooks among them, into the folder `source`.
+
+    Raises: KvlibError when a notebook is missing, unfinished or holds an error.
+    """
     notebooks = {name: _read_chapter(run_folder, name) for name in CHAPTERS}
-    pair = read_summary(run_folder / "pair")
     evidence = evidence_chapter(run_folder)
+    if isinstance(evidence, str):
+        _assemble(source, notebooks, {EVIDENCE: evidence})
+    else:
+        _assemble(source, notebooks | {EVIDENCE: evidence}, {})
+
+
+def banner(run_folder: Path) -> str:
+    """What every page of a run's book says at its top, as HTML."""
+    pair = read_summary(run_folder / "pair")
+    return f"Run <b>{pair['run']}</b> · {pair['label']}"
+
+
+def build_pages(
+    fill: Callable[[Path], None],
+    announcement: str,
+    out: Path,
+    *,
+    builder: str = "html",
+    finish: Finish | None = None,
+) -> Path:
+    """Have Jupyter Book build what `fill` puts into an empty folder, every warning an error.
+
+    Args:
+        announcement: the pages' banner, as HTML. out: the folder that is replaced, by a whole book only. builder: `html`,
+            or `singlehtml` for one long page. finish: called on the built folder before it takes its place.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     _tidy_after_a_kill(out)
     aside = Path(tempfile.mkdtemp(dir=out.parent, prefix=ASIDE))
     try:
-        source = aside / "source"
-        if isinstance(evidence, str):
-            _assemble(source, notebooks, {EVIDENCE: evidence})
-        else:
-            _assemble(source, notebooks | {EVIDENCE: evidence}, {})
-        config = aside / "_config.yml"
-        config.write_text(yaml.safe_dump(_config(pair), allow_unicode=True, sort_keys=False))
-        _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"))
-        html = aside / "_build" / "html"
+        source, config = aside / "source", aside / "_config.yml"
+        fill(source)
+        config.write_text(yaml.safe_dump(_config(announcement), allow_unicode=True, sort_keys=False))
+        _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"), builder)
+        html = aside / "_build" / builder
         _prune_mathjax(html / "_static" / "mathjax")
         _drop_preloads(html)
-        link_sources(html, run_folder)
+        if finish is not None:
+            finish(html)
         _swap(html, out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     out.with_name(f"{out.name}.log").unlink(missing_ok=True)
-    return out / "index.html"
+    return out
 
 
 def evidence_chapter(run_folder: Path) -> nbformat.NotebookNode | str:
@@ -161,12 +200,18 @@ def _tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: dict[str, str]) -> None:
     shutil.copytree(BOOK, source, ignore=shutil.ignore_patterns("_build", "chapters", ".ipynb_checkpoints"))
+    copy_plotly(source)
     (source / "chapters").mkdir()
     for name, notebook in notebooks.items():
         nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
     shutil.copy(DECISION_RULE, source / DECISION_RULE.name)
     for name, text in pages.items():
         (source / "chapters" / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def copy_plotly(source: Path) -> None:
+    """The chart library, as its package ships it, to where every page loads it from."""
+    (source / "_static").mkdir(parents=True, exist_ok=True)
     shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
 
 
@@ -174,14 +219,14 @@ def _package(name: str) -> Path:
     return Path(find_spec(name).origin).parent
 
 
-def _config(pair: dict) -> dict:
-    """The tracked configuration and this run's banner, which every page carries."""
+def _config(announcement: str) -> dict:
+    """The tracked configuration and the banner that every page carries."""
     config = yaml.safe_load(CONFIG.read_text())
-    config.setdefault("html", {})["announcement"] = f"Run <b>{pair['run']}</b> · {pair['label']}"
+    config.setdefault("html", {})["announcement"] = announcement
     return config
 
 
-def _run_jupyter_book(source: Path, config: Path, aside: Path, report: Path) -> None:
+def _run_jupyter_book(source: Path, config: Path, aside: Path, report: Path, builder: str) -> None:
     command = [
         sys.executable,
         "-c",
@@ -194,12 +239,21 @@ def _run_jupyter_book(source: Path, config: Path, aside: Path, report: Path) -> 
         str(config),
         "--toc",
         str(source / "_toc.yml"),
+        "--builder",
+        builder,
         "-n",
         "-W",
         "--keep-going",
         "-q",
     ]
-    environment = os.environ | {"PYTHONWARNINGS": "ignore", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    path = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )  # whose docstrings are shown
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     said = ANSI.sub("", done.stdout + done.stderr).replace(str(source), "book").replace(str(aside), "book")
     if done.returncode:

@@ -22,6 +22,15 @@ def build_if_stale(run_folder: Path) -> tuple[Path, bool]:
     return index, True
 
 
+def book_state(run_folder: Path) -> str:
+    """`up to date`, `none`, or that it is older than what it is made from."""
+    if not (Path(run_folder) / "book" / "index.html").exists():
+        return "none"
+    if _stamped(Path(run_folder) / "book.json") == _key(Path(run_folder)):
+        return f"up to date, {Path(run_folder) / 'book' / 'index.html'}"
+    return f"older than its pages: `python -m kvlib book {Path(run_folder).name}` builds it again"
+
+
 def _stamped(stamp: Path) -> str | None:
     try:
         return read_json(stamp)["key"]
@@ -35,7 +44,7 @@ def _key(run_folder: Path) -> str:
         for path in BOOK.rglob("*")
         if path.is_file() and not set(path.relative_to(BOOK).parts) & set(GENERATED)
     ]
-    code = [*(ROOT / "kvlib" / "report").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
+    code = [*(ROOT / "kvlib").rglob("*.py"), CONFIG, DECISION_RULE, ROOT / "requirements.lock"]
     summaries = [run_folder / stage / "summary.json" for stage in ("pair", "confirmation")]
     records = [*(run_folder / "notebooks").glob("*.ipynb"), *summaries]
     paths = [

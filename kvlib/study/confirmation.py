@@ -5,23 +5,17 @@ from dataclasses import replace
 
 import pandas as pd
 
-from kvlib.maps import DirectMap, save_map
 from kvlib.study.arms import chosen_arms
+from kvlib.study.executors import executor_of
 from kvlib.study.freezing import WRONG_TRAINED, freeze_manifest
 from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_record, write_table
 from kvlib.study.run import Run, now
 from kvlib.study.scoring import summarise
-from kvlib.study.screening import (
-    PROMPT_STEPS,
-    SCORE_STEPS,
-    WINDOW_STEPS,
-    prepare,
-    scored_table,
-    stage_gates,
-)
+from kvlib.study.screening import PROMPT_STEPS, SCORE_STEPS, WINDOW_STEPS
 from kvlib.study.selection_tables import confirmed_arm, frozen_arm, seed_table
+from kvlib.study.units import Unit
 
 
 def run_confirmation(run: Run) -> dict:
@@ -41,41 +35,45 @@ def run_confirmation(run: Run) -> dict:
         + profile.training.steps
     )  # fmt: skip
     progress = Progress("confirmation", total)
-    trainer, scorer = prepare(run, "confirm", run.require("pair", "confirmation"), progress)
-    passed = stage_gates(run, trainer, scorer, progress)
-    units = prompts * SCORE_STEPS
-    tables = {}
-    for name, cache_map in (("direct", DirectMap()), ("ridge", trainer.ridge)):
-        tables[name] = scorer.table(cache_map)
-        progress.advance(units, f"{name} scored")
-    records = []
-    for arm in arms:
-        step, scale = settings[arm.id]["checkpoint_step"], settings[arm.id]["scale"]
-        ends = {}
-        for seed in seeds:
-            task = Task(arm, seed, step)
-            ends[seed] = trained = trainer.train(task, progress, f"{arm.id}, seed {seed}")
-            if trained["status"] == "finished":
-                table = scored_table(trainer, scorer, task, step, scale, progress, units)
-                tables[seed_table(arm.id, seed)] = table
+    tasks = {
+        seed_table(arm.id, seed): Task(arm, seed, settings[arm.id]["checkpoint_step"])
+        for arm in arms
+        for seed in seeds
+    }
+    units = [
+        Unit(
+            name, task, f"{task.arm.id}, seed {task.seed}",
+            ((task.steps, (settings[task.arm.id]["scale"],)),),
+        )
+        for name, task in tasks.items()
+    ]  # fmt: skip
+    with executor_of(run, "confirm", run.require("pair", "confirmation"), progress) as executor:
+        opening, trained = executor.opening(), {}
+        for unit, done in executor.each(units):
+            trained[unit.name] = done
             started = run.add_time("confirmation", started)
-        records.append(confirmed_arm(arm, settings[arm.id], ends, tables, trained["parameters"]))
-    chosen = frozen_arm(records)
-    name, seed, scale = chosen["arm"], chosen["seed"], chosen["scale"]
-    arm = next(arm for arm in arms if arm.id == name)
-    folder = run.stage("confirmation")
-    task = Task(arm, seed, chosen["checkpoint_step"])
-    maps = {"learned": trainer.load(task, task.steps).with_scale(scale), "ridge": trainer.ridge}
-    control = trainer.train(replace(task, wrong_prompts=True), progress, "control on other prompts' caches")
-    if control["status"] == "finished":
-        maps[WRONG_TRAINED] = trainer.load(replace(task, wrong_prompts=True), task.steps).with_scale(scale)
-    started = run.add_time("confirmation", started)
-    for file, cache_map in maps.items():
-        path = folder / f"{file}.safetensors"
-        save_map(cache_map, path, pair=trainer.pair, provenance={"map": file, "arm": name, "seed": seed})
+        tables = opening.tables | {  # workers end in any order
+            name: table for name in tasks for table in trained[name].tables.values()
+        }
+        records = []
+        for arm in arms:
+            ends = {seed: trained[seed_table(arm.id, seed)].ended for seed in seeds}
+            parameters = ends[seeds[-1]]["parameters"]
+            records.append(confirmed_arm(arm, settings[arm.id], ends, tables, parameters))
+        chosen = frozen_arm(records)
+        name, seed, scale = chosen["arm"], chosen["seed"], chosen["scale"]
+        task = tasks[seed_table(name, seed)]
+        wrong = Unit(WRONG_TRAINED, replace(task, wrong_prompts=True), "control on other prompts' caches")
+        ((_, control),) = executor.each([wrong])
+        started = run.add_time("confirmation", started)
+        maps = {"learned": (task, scale), "ridge": None}
+        if control.ended["status"] == "finished":
+            maps[WRONG_TRAINED] = wrong.task, scale
+        executor.save(maps, {"arm": name, "seed": seed})
+    folder, articles = run.stage("confirmation"), opening.articles
     write_table(
         folder / "validation.parquet",
-        pd.concat([t.assign(arm=n, article=scorer.articles) for n, t in tables.items()], ignore_index=True),
+        pd.concat([t.assign(arm=n, article=articles) for n, t in tables.items()], ignore_index=True),
     )
     frozen = {**chosen, "checkpoint_bytes": (folder / "learned.safetensors").stat().st_size}
     manifest_hash, weights = freeze_manifest(run, frozen, list(maps))
@@ -86,12 +84,15 @@ def run_confirmation(run: Run) -> dict:
             "direct": summarise(tables["direct"]),
             "ridge": summarise(tables["ridge"]),
             "prompts": prompts,
-            "windows": len(trainer.store.windows),
+            "windows": opening.windows,
             "frozen": {**frozen, "weights_sha256": weights["learned"]},
-            "wrong_trained": {key: control[key] for key in ("status", "reason")},
+            "wrong_trained": {key: control.ended[key] for key in ("status", "reason")},
             "manifest_hash": manifest_hash,
-            "gates": passed,
+            "gates": opening.gates,
         },
         started,
-        {"frozen_at": now()},
+        {
+            "frozen_at": now(),
+            "ran": {name: done.ran for name, done in {**trained, wrong.name: control}.items()},
+        },
     )

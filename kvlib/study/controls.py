@@ -83,7 +83,7 @@ def shuffled(prefix: PrefixCache, rotary, generator: torch.Generator) -> PrefixC
     Attention does not see the order in which a cache is stored, only the keys' rotation: permuting rows alone would
     change nothing. `rotary` as `kvlib.pair.rotary_of` gives it.
     """
-    order = torch.randperm(prefix.tokens, generator=generator)
+    order = torch.randperm(prefix.tokens, generator=generator).to(prefix.device)
     cos, sin = rotary(prefix.positions)
     new_cos, new_sin = cos[:, order], sin[:, order]
     keys = []
@@ -102,7 +102,8 @@ def random_like(prefix: PrefixCache, rotary, generator: torch.Generator) -> Pref
 
     def draw(x: torch.Tensor) -> torch.Tensor:  # (1, H, T, D)
         mean = x.float().mean(2, keepdim=True)
-        mixture = torch.randn(1, x.shape[1], tokens, tokens, generator=generator) / tokens**0.5
+        # drawn on the processor, so that the numbers are the same whatever the device
+        mixture = torch.randn(1, x.shape[1], tokens, tokens, generator=generator).to(x.device) / tokens**0.5
         return (mean + mixture @ (x.float() - mean)).to(x.dtype)
 
     return PrefixCache([draw(k) for k in prefix.keys], [draw(v) for v in prefix.values], prefix.valid)

@@ -52,10 +52,11 @@ SENTENCES_PER_PARAGRAPH = 4
 
 @dataclass(frozen=True)
 class Article:
-    """One document; its title is unique in its corpus."""
+    """One document; its title is unique in its corpus. origin: which of the corpus's texts it is of, where it has several."""
 
     title: str
     text: str
+    origin: str | None = None
 
     @property
     def sha256(self) -> str:
@@ -72,24 +73,31 @@ def read_wikipedia_dump(path: Path, min_characters: int) -> list[Article]:
 
 
 def articles_from_documents(
-    documents: Iterable[tuple[str, str]], min_characters: int, max_articles: int | None = None
+    documents: Iterable[tuple[str, str]],
+    min_characters: int,
+    max_articles: int | None = None,
+    *,
+    origin: str | None = None,
+    without: Iterable[Article] = (),
 ) -> list[Article]:
     """(title, text) pairs to articles, in order: the seam for any data set, read lazily up to `max_articles`.
 
     A text seen before is left out, so that no text can stand in two partitions; a title seen before gets a
-    number.
+    number. A document with a title or a text of an article in `without` is left out too.
     """
+    others = list(without)
+    taken = {article.title for article in others}
+    texts = {article.sha256 for article in others}
     articles: list[Article] = []
     titles: dict[str, int] = {}
-    texts: set[str] = set()
     for title, text in documents:
-        article = Article(title, text.strip())
-        if len(article.text) < min_characters or article.sha256 in texts:
+        article = Article(title, text.strip(), origin)
+        if len(article.text) < min_characters or title in taken or article.sha256 in texts:
             continue
         texts.add(article.sha256)
-        while article.title in titles:
-            titles[title] += 1
-            article = Article(f"{title} ({titles[title]})", article.text)
+        while article.title in titles or article.title in taken:
+            titles[title] = titles.get(title, 1) + 1
+            article = Article(f"{title} ({titles[title]})", article.text, origin)
         titles[article.title] = 1
         articles.append(article)
         if len(articles) == max_articles:
@@ -143,6 +151,7 @@ def save_articles(articles: list[Article], folder: Path) -> None:
         "title": [article.title for article in articles],
         "text": [article.text for article in articles],
         "sha256": [article.sha256 for article in articles],
+        "origin": [article.origin for article in articles],
     }
 
     def write(place: Path) -> None:
@@ -158,7 +167,8 @@ def load_articles(folder: Path) -> list[Article]:
 
     check_folder(folder)
     try:
-        return [Article(row["title"], row["text"]) for row in datasets.load_from_disk(str(folder))]
+        rows = datasets.load_from_disk(str(folder))
+        return [Article(row["title"], row["text"], row["origin"]) for row in rows]
     except Exception as error:  # datasets and pyarrow raise many kinds for a folder of something else
         reason = " ".join(str(error).split())
         raise KvlibError(

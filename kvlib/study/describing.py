@@ -12,9 +12,12 @@ from kvlib.cache import Geometry
 from kvlib.pair import fingerprint
 from kvlib.study.assets import load_assets
 from kvlib.study.corpus import Article
-from kvlib.study.profile import HubModel, PrunedModel, RandomModel, WikipediaCorpus
-from kvlib.study.run import Run
+from kvlib.study.models import REVISIONS
+from kvlib.study.profile import DatasetCorpus, HubModel, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.records import read_record
+from kvlib.study.run import Run, device_name
 
+TEXTS = "texts.json"  # in the pair stage's folder: what was read of each text of a corpus that has several
 PACKAGES = (
     "torch",
     "transformers",
@@ -67,10 +70,19 @@ def describe_model(model, name: str) -> dict:
 
 
 def describe_corpus(run: Run, articles: list[Article]) -> dict:
-    corpus = run.profile.corpus
+    """Name, source and licence of the text and how much of it there is; where it has several, `texts` tells each."""
+    corpus, texts = run.profile.corpus, []
     if isinstance(corpus, WikipediaCorpus):
         asset = load_assets()[corpus.asset]
         name, source, licence = corpus.asset, asset.source, asset.licence
+    elif isinstance(corpus, DatasetCorpus):
+        texts = _describe_texts(run, corpus)
+        name = " and ".join(dict.fromkeys(text["name"] for text in texts))
+        source = "; ".join(
+            f"{text['name']}{', ' + text['config'] if text['config'] else ''}, split {text['split']}"
+            for text in texts
+        )
+        licence = "; ".join(dict.fromkeys(text["licence"] for text in texts))
     else:
         name, source, licence = (
             "generated",
@@ -79,12 +91,31 @@ def describe_corpus(run: Run, articles: list[Article]) -> dict:
         )
     return {
         "name": name, "source": source, "licence": licence,
-        "articles": len(articles), "characters": sum(len(a.text) for a in articles),
+        "articles": len(articles), "characters": sum(len(a.text) for a in articles), "texts": texts,
     }  # fmt: skip
 
 
-def environment() -> dict:
-    """What ran this, for the colophon."""
+def _describe_texts(run: Run, corpus: DatasetCorpus) -> list[dict]:
+    """Each text as the profile names it, with the commit it was read at, and how much was read and kept."""
+    commits = read_record(run.stage("pair") / REVISIONS, "texts")["texts"]
+    read = read_record(run.stage("pair") / TEXTS, *corpus.texts)
+    return [
+        {
+            "text": name,
+            "id": text.id,
+            "name": Path(text.id).name if Path(text.id).is_absolute() else text.id,
+            "config": text.config,
+            "split": text.split,
+            "revision": commits[name],
+            "licence": text.licence,
+            **read[name],
+        }
+        for name, text in corpus.texts.items()
+    ]
+
+
+def environment(device: torch.device | None = None) -> dict:
+    """What ran this, for the colophon. device: where the models were; a card where there is one, when None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "python": platform.python_version(),
@@ -95,7 +126,7 @@ def environment() -> dict:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(memory, 1),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(device or torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "commit": commit(),
         "packages": {name: importlib.metadata.version(name) for name in PACKAGES},
     }

@@ -1,14 +1,15 @@
 """Stage 03: four paths, controls and noise on the final prompts, opened only with the frozen manifest in hand."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import torch
 
-from kvlib.cache import prefill
+from kvlib.cache import PrefixCache, prefill
 from kvlib.divergence import Divergence, Reference, divergence, path_divergence
 from kvlib.handoff import handoff
 from kvlib.maps import CacheMap, DirectMap, load_map
@@ -25,12 +26,14 @@ from kvlib.study.final_tables import (
 )
 from kvlib.study.freezing import check_manifest, openings, record_opening
 from kvlib.study.gate import gates
-from kvlib.study.models import load_pair_model, load_pair_tokenizer
+from kvlib.study.lowering import PROMPTS, room
+from kvlib.study.models import OneModel, load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
+from kvlib.study.prompts import TOO_MANY, PromptStore
 from kvlib.study.records import hash_json, write_table
-from kvlib.study.run import Run, training_dtype
-from kvlib.study.store import PromptStore
+from kvlib.study.run import Run, device_of, training_dtype
+from kvlib.study.screening import check_fingerprint
 
 PREFILL_UNITS, PATH_UNITS = 3, 1
 ROUGH = "native_training_dtype"  # noise that is there only where training computes in another number format
@@ -49,37 +52,45 @@ def run_frozen_evaluation(run: Run) -> dict:
         name: load_map(run.stage("confirmation") / f"{name}.safetensors", pair=recorded_fingerprint(pair))
         for name in manifest["weights"]
     } | {"direct": DirectMap()}
-    target = load_pair_model(run, "target")
-    rough = training_dtype(profile.training.dtype)
-    rows = measured(manifest["weights"], next(target.parameters()).dtype, rough)
+    device, own = device_of(profile), getattr(torch, profile.pair.dtype)
+    rough = training_dtype(profile.training.dtype, device)
+    rows = measured(manifest["weights"], own, rough)
     units = {name: len(paths) * len(settings.forcings) * PATH_UNITS for name, paths in rows.items()}
     progress = Progress("frozen_evaluation", count * (PREFILL_UNITS + sum(units.values())))
     work = work_folder(run, manifest["hash"])
     record_opening(run, manifest["hash"], work)
     partitions = load_partitions(run)  # every article and prompt checked against the hashes in the manifest
     tokens, items = partitions.tokens("final", tokenizer), partitions.items("final")
-    prompt = profile.prompt
+    prompt, at_once = profile.prompt, settings.batch_prompts
+    fits = room(folder, *PROMPTS, at_once, TOO_MANY, progress)
+    store = PromptStore(work, tokens, prompt.prefix_tokens, settings.forcings, at_once, fits)
+    models = OneModel(run, partial(check_fingerprint, pair))
+    store.fill_with("source", lambda: models.get("source"), progress, PREFILL_UNITS)
+    target = models.get("target")
     passed = gates(
         target, tokens, [prompt.prefix_tokens], prompt.forced_steps, settings.gate_tolerance, progress
     )
-    store = PromptStore(work, tokens, prompt.prefix_tokens, settings.forcings, settings.batch_prompts)
-    store.fill(load_pair_model(run, "source"), target, progress, PREFILL_UNITS)
+    store.fill_with("native", lambda: target, progress, PREFILL_UNITS)
     low = load_pair_model(run, "target", rough) if ROUGH in rows["controls"] else None
+    maps = {name: cache_map.to(device) for name, cache_map in maps.items()}
     bench = Bench(store, target, low, maps, donors_of([item.article for item in items]), profile.seed)
-    write = {"steps": lambda start: bench.paths(start, tokenizer), "controls": bench.controls}
+    write = {"steps": lambda *batch: bench.paths(*batch, tokenizer), "controls": bench.controls}
 
     tables: dict[str, list] = {name: [] for name in rows}
-    for start in store.starts:
-        batch = range(start, min(start + settings.batch_prompts, count))
-        for name, paths in rows.items():
-            path = work / batch_file(name, start)
-            if path.exists():
-                progress.skip(len(batch) * units[name])
-            else:
-                write_table(path, write[name](start))
-                what = "paths" if name == "steps" else "controls"
-                progress.advance(len(batch) * units[name], f"{what} over prompt {batch.stop} of {count}")
-            tables[name].append(checked_steps(path, settings.forcings, paths, batch, prompt.forced_steps))
+    missing = [s for s in store.starts if not all((work / batch_file(name, s)).exists() for name in rows)]
+    with store.stream(missing, device) as stream:
+        for start in store.starts:
+            batch = range(start, min(start + at_once, count))
+            caches = next(stream) if start in missing else None
+            for name, paths in rows.items():
+                path = work / batch_file(name, start)
+                if path.exists():
+                    progress.skip(len(batch) * units[name])
+                else:
+                    write_table(path, write[name](start, *caches))
+                    what = "paths" if name == "steps" else "controls"
+                    progress.advance(len(batch) * units[name], f"{what} over prompt {batch.stop} of {count}")
+                tables[name].append(checked_steps(path, settings.forcings, paths, batch, prompt.forced_steps))
     steps, lean = (pd.concat(tables[name], ignore_index=True) for name in rows)
     prompts = prompt_table(steps, items, tokens[:, : prompt.prefix_tokens], tokenizer)
     for name, table in (("steps", steps), ("prompts", prompts), ("controls", lean)):
@@ -143,53 +154,77 @@ class Bench:
     seed: int
 
     @torch.no_grad()
-    def paths(self, start: int, tokenizer) -> pd.DataFrame:
-        """One row per forcing, path, prompt and step."""
-        prefix, references = self.store.batch(start)
-        frames = []
-        for forcing, reference in references.items():
-            for name in PATHS:
-                if name == "native":  # by definition its own reference
-                    logits = self.target.get_output_embeddings()(reference.hidden)
-                    found = divergence(logits, logits, reference.forced)
-                else:
-                    found = path_divergence(self.target, prefix, self.maps[name], reference)
-                table = step_table(found, reference.forced, start, tokenizer)
-                frames.append(table.assign(forcing=forcing, path=name))
+    def paths(
+        self, start: int, prefix: PrefixCache, references: dict[str, Reference], tokenizer
+    ) -> pd.DataFrame:
+        """One row per forcing, path, prompt and step of the batch that begins at prompt `start`."""
+
+        def measure(few: slice) -> dict[tuple[str, str], Divergence]:
+            cache, found = prefix.select(few), {}
+            for forcing, whole in references.items():
+                reference = whole.select(few)
+                for name in PATHS:
+                    if name == "native":  # by definition its own reference
+                        logits = self.target.get_output_embeddings()(reference.hidden)
+                        found[forcing, name] = divergence(logits, logits, reference.forced)
+                    else:
+                        found[forcing, name] = path_divergence(self.target, cache, self.maps[name], reference)
+            return found
+
+        frames = [
+            step_table(found, references[forcing].forced, start, tokenizer).assign(forcing=forcing, path=name)
+            for (forcing, name), found in self._over(prefix.batch, measure).items()
+        ]
         return pd.concat(frames, ignore_index=True)
 
+    def _over(self, prompts: int, measure: Callable[[slice], dict]) -> dict[tuple[str, str], Divergence]:
+        """`measure` over a batch's prompts, as many at a time as there is room for."""
+        parts = self.store.room.over(prompts, measure)
+        return {key: Divergence.cat([part[key] for part in parts]) for key in parts[0]}
+
     @torch.no_grad()
-    def controls(self, start: int) -> pd.DataFrame:
-        """One row per forcing, control or noise, prompt and step."""
-        prefix, references = self.store.batch(start)
-        rows = range(start, start + prefix.batch)
-        donors = self.store.caches([self.donors[n] for n in rows])
+    def controls(self, start: int, prefix: PrefixCache, references: dict[str, Reference]) -> pd.DataFrame:
+        """One row per forcing, control or noise, prompt and step of the batch that begins at prompt `start`."""
+        donors = self.store.caches([self.donors[start + n] for n in range(prefix.batch)])
+
+        def measure(few: slice) -> dict[tuple[str, str], Divergence]:
+            some = {forcing: reference.select(few) for forcing, reference in references.items()}
+            return self._controls(
+                start + few.start, prefix.select(few), donors.select(few).to(prefix.device), some
+            )
+
+        frames = [
+            lean_table(found, start).assign(forcing=forcing, path=name)
+            for (forcing, name), found in self._over(prefix.batch, measure).items()
+        ]
+        return pd.concat(frames, ignore_index=True)
+
+    def _controls(self, start: int, prefix, donors, references) -> dict[tuple[str, str], Divergence]:
+        """(forcing, control or noise) -> divergence, of prompts that go through the model together."""
         content = Content(prefix, donors, rotary_of(self.target), self.seed, start)
         maps = control_maps(self.maps)
         caches = {
             kind: content.cache(kind) for kind in dict.fromkeys(kind for kind, _, _ in CONTROLS.values())
         }
-        head = self.store.tokens[start : rows.stop, : self.store.prefix_tokens - 1]
+        head = self.store.tokens[start : start + prefix.batch, : self.store.prefix_tokens - 1].to(
+            prefix.device
+        )
         half = -(-head.shape[1] // 2)
         native = {
             "native_own_cache": prefill(self.target, head),
             "native_two_parts": prefill(self.target, head, chunk_tokens=half),
         }
         rough = prefill(self.low, head) if self.low is not None else None
-        frames = []
+        found = {}
         for forcing, reference in references.items():
-            found = {
-                name: path_divergence(self.target, caches[kind], maps[of], reference)
-                for name, (kind, of, _) in CONTROLS.items()
-                if of in maps
-            }
+            for name, (kind, of, _) in CONTROLS.items():
+                if of in maps:
+                    found[forcing, name] = path_divergence(self.target, caches[kind], maps[of], reference)
             for name, cache in native.items():
-                found[name] = path_divergence(self.target, cache, DirectMap(), reference)
+                found[forcing, name] = path_divergence(self.target, cache, DirectMap(), reference)
             if rough is not None:
-                found[ROUGH] = self._rough(rough, reference)
-            for name, result in found.items():
-                frames.append(lean_table(result, start).assign(forcing=forcing, path=name))
-        return pd.concat(frames, ignore_index=True)
+                found[forcing, ROUGH] = self._rough(rough, reference)
+        return found
 
     def _rough(self, prefix, reference: Reference) -> Divergence:
         """The body in training's number format, the head in the pair's: as training computes its loss."""

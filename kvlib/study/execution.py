@@ -33,7 +33,7 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, home, sequence
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, code_files, home, sequence
 
 SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
@@ -93,13 +93,21 @@ def script_of(name: str) -> Path:
 
 
 def run_notebook(
-    script: Path, profile: str, run: str, parameters: dict, *, label: str = "", force: bool = False
+    script: Path,
+    profile: str,
+    run: str,
+    parameters: dict,
+    *,
+    label: str = "",
+    force: bool = False,
+    environment: dict[str, str] | None = None,
 ) -> Executed:
     """Execute one script for a run, unless it, its parameters, the code and its records are as they were.
 
     Args:
         profile, run: as for the command line. parameters: values for names of the script's parameters cell;
-            names and types are checked before anything starts. label: for the progress line.
+            names and types are checked before anything starts. label: for the progress line. environment: variables
+        for the kernel, of which no record may depend.
 
     The caller holds the run's lock. The executed notebook is `results/<run>/notebooks/<name>.ipynb`; one that
     failed is kept as `<name>.failed.ipynb`, which nothing reads but people.
@@ -113,15 +121,15 @@ def run_notebook(
             values[name] = value
     folder = run_folder(run) / "notebooks"
     place = folder / f"{script.stem}.ipynb"
-    inputs = _inputs_key(script, values)
+    inputs = inputs_key(script, values)
     if not force and _unchanged(place, script.stem, run, inputs):
         return Executed(place, False, 0.0)
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
-    notebook = _execute(script, values, place, run, label or script.stem)
-    notebook.metadata["kvlib"] = {"inputs": inputs, "records": _records_key(script.stem, run)}
+    notebook = _execute(script, values, place, run, label or script.stem, environment or {})
+    notebook.metadata["kvlib"] = {"inputs": inputs, "records": records_key(script.stem, run)}
     write_atomically(place, lambda path: nbformat.write(notebook, path))
-    _failed(place).unlink(missing_ok=True)
+    failed_notebook(place).unlink(missing_ok=True)
     return Executed(place, True, time.monotonic() - started)
 
 
@@ -130,11 +138,14 @@ def _name(script: Path) -> str:
     return str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
 
 
-def _failed(place: Path) -> Path:
+def failed_notebook(place: Path) -> Path:
+    """Where a half-run notebook is kept for reading; nothing but people reads it."""
     return place.with_name(f"{place.stem}.failed.ipynb")
 
 
-def _execute(script: Path, values: dict, place: Path, run: str, label: str) -> nbformat.NotebookNode:
+def _execute(
+    script: Path, values: dict, place: Path, run: str, label: str, environment: dict
+) -> nbformat.NotebookNode:
     # papermill writes after every cell: aside, so that only a whole notebook takes its place.
     aside = tempfile.TemporaryDirectory(prefix=PARTIAL, dir=place.parent)
     with aside as scratch, _kernel_lock(run_folder(run)) as lock:
@@ -148,7 +159,7 @@ def _execute(script: Path, values: dict, place: Path, run: str, label: str) -> n
                     kernel_name="python3",
                     progress_bar=False,
                     cwd=str(home()),
-                    kernel_manager_class=_kernel_manager(state, stream, lock),
+                    kernel_manager_class=_kernel_manager(state, stream, lock, environment),
                     shutdown_kernel="immediate",
                 )
         except PapermillExecutionError as error:
@@ -191,15 +202,15 @@ def _keep_failed(partial: Path, script: Path, place: Path) -> Path:
     if partial.exists():
         notebook = nbformat.read(partial, as_version=4)
         _dress(notebook, script, place)
-        return write_atomically(_failed(place), lambda path: nbformat.write(notebook, path))
-    return _failed(place)
+        return write_atomically(failed_notebook(place), lambda path: nbformat.write(notebook, path))
+    return failed_notebook(place)
 
 
 def _first_line(text: str) -> str:
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "no message")
 
 
-def _kernel_manager(state: Path, log, lock: int) -> type[AsyncKernelManager]:
+def _kernel_manager(state: Path, log, lock: int, environment: dict) -> type[AsyncKernelManager]:
     """A kernel of this very Python, whatever is registered; it holds the kernel lock while it lives."""
 
     class OwnKernel(AsyncKernelManager):
@@ -210,7 +221,7 @@ def _kernel_manager(state: Path, log, lock: int) -> type[AsyncKernelManager]:
 
         async def start_kernel(self, **kwargs):
             path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            env = {**os.environ, **QUIET, "PYTHONPATH": path, VARIABLE: str(state)}
+            env = {**os.environ, **QUIET, **environment, "PYTHONPATH": path, VARIABLE: str(state)}
             return await super().start_kernel(**kwargs, env=env, stdout=log, stderr=log, pass_fds=(lock,))
 
     return OwnKernel
@@ -239,9 +250,9 @@ def _kernel_lock(folder: Path):
         os.close(handle)
 
 
-def _inputs_key(script: Path, values: dict) -> str:
+def inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
-    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted((ROOT / "kvlib").rglob("*.py"))}
+    code = {str(path.relative_to(ROOT)): sha256_file(path) for path in code_files()}
     data = {str(path.relative_to(ROOT)): sha256_file(path) for path in sorted(DATA.rglob("*.yaml"))}
     pins = ROOT / "requirements.lock"
     return hash_json(
@@ -253,7 +264,7 @@ def _inputs_key(script: Path, values: dict) -> str:
     )  # fmt: skip
 
 
-def _records_key(name: str, run: str) -> dict[str, str]:
+def records_key(name: str, run: str) -> dict[str, str]:
     """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
@@ -269,7 +280,7 @@ def _unchanged(place: Path, name: str, run: str, inputs: str) -> bool:
         return False
     try:
         kept = parse_json(place)["metadata"]["kvlib"]
-        return kept["inputs"] == inputs and kept["records"] == _records_key(name, run)
+        return kept["inputs"] == inputs and kept["records"] == records_key(name, run)
     except (KvlibError, KeyError, TypeError):
         return False  # not ours, or damaged: it is made again
 
@@ -281,17 +292,37 @@ def running_state(run: str) -> dict | None:
 
 
 def write_notebooks(folder: Path) -> list[Path]:
-    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command."""
+    """Every script as an .ipynb file in `folder`, for JupyterLab and papermill's own command.
+
+    Raises: KvlibError where an .ipynb file there was edited after its script: the edit would be lost.
+    """
     written = []
     for name, script in (scripts() | extra_scripts()).items():
-        notebook = read_script(script)
-        written.append(
-            write_atomically(
-                Path(folder) / f"{name}.ipynb",
-                lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"),
+        notebook, place = read_script(script), Path(folder) / f"{name}.ipynb"
+        if (
+            place.exists()
+            and place.stat().st_mtime > script.stat().st_mtime
+            and not _same_cells(place, notebook)
+        ):
+            raise KvlibError(
+                f"{place} was edited after {_name(script)}, expected the script to be the newer one: `jupytext --sync {place}` takes "
+                "the edit into the script (see jupytext.toml), or delete the file"
             )
+        written.append(
+            write_atomically(place, lambda path, nb=notebook: jupytext.write(nb, path, fmt="ipynb"))
         )
     return written
+
+
+def _same_cells(place: Path, notebook: nbformat.NotebookNode) -> bool:
+    """Whether an .ipynb file has the script's cells and tags, whatever its outputs; a file that is none can go."""
+    try:
+        cells = nbformat.read(place, as_version=4).cells
+    except Exception:  # nbformat raises many kinds
+        return True
+    return [(c.source, c.metadata.get("tags")) for c in cells] == [
+        (c.source, c.metadata.get("tags")) for c in notebook.cells
+    ]
 
 
 def forget_parameters(run: str) -> None:

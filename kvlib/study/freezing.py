@@ -15,7 +15,7 @@ from kvlib.study.records import (
     sha256_file,
     write_json,
 )
-from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
+from kvlib.study.run import NOTEBOOKS, Run, code_hash, device_name, device_of, now
 from kvlib.study.selection import FREEZE_RULE
 
 WRONG_TRAINED = "wrong_trained"  # the control: the frozen arm, trained on other prompts' caches
@@ -57,6 +57,7 @@ def freeze_manifest(run: Run, frozen: dict, maps: list[str]) -> tuple[str, dict[
         "profile": profile_hash(run),
         "kvlib": code_hash(),
         "packages": environment()["packages"],
+        "device": device_name(device_of(run.profile)),
         "commit": commit(),
     }
     write_json(folder / "manifest.json", {**manifest, "hash": hash_json(manifest)})

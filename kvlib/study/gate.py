@@ -7,10 +7,11 @@ from kvlib.divergence import text_reference
 from kvlib.errors import KvlibError
 from kvlib.handoff import handoff
 from kvlib.maps import CacheMap, DirectMap, ResidualMap, RidgeMap
+from kvlib.room import Room
 from kvlib.study.progress import Progress
 
 MODES = ("materialised", "in_place", "absorbed")
-GATE_PROMPTS = 4
+GATE_PROMPTS = LOSS_PROMPTS = 4
 
 
 def identity_maps(geometry: Geometry) -> dict[str, CacheMap]:
@@ -41,7 +42,7 @@ def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) ->
     Returns: {"prefix_tokens", "prompts", "comparisons" (logits compared), "max_abs_difference" by mode, "by_map",
         "logit_scale", "tolerance", "passed"}. Raises KvlibError when it does not pass.
     """
-    prompts = prompts[:GATE_PROMPTS]
+    prompts = prompts[:GATE_PROMPTS].to(next(target.parameters()).device)
     prefix_tokens = min(prefix_tokens, prompts.shape[1])
     cache, hidden = prefill(target, prompts, return_hidden=True)
     head, start = target.get_output_embeddings(), prefix_tokens - 1
@@ -96,12 +97,15 @@ def worst(found: list[dict]) -> dict:
 @torch.no_grad()
 def held_out_nll(model, prompts: torch.Tensor) -> float:
     """Mean negative log-likelihood in nats per token, the first token of each prompt left out."""
-    total = 0.0
-    for start in range(0, len(prompts), 4):
-        part = prompts[start : start + 4]
+    prompts = prompts.to(next(model.parameters()).device)
+
+    def loss(few: slice) -> float:
+        part = prompts[few]
         reference = text_reference(model, part[:, :1], part[:, 1:])
         logits = model.get_output_embeddings()(reference.hidden).float()
-        total += float(
+        return float(
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
         )
-    return total / prompts[:, 1:].numel()
+
+    room = Room("prompts", LOSS_PROMPTS, "lower prompt.prefix_tokens, or take a device with more memory")
+    return sum(room.over(len(prompts), loss)) / prompts[:, 1:].numel()

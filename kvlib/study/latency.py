@@ -19,7 +19,8 @@ from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.pipelining import pipeline_medians
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
-from kvlib.study.run import Run
+from kvlib.study.run import Run, device_of
+from kvlib.study.screening import check_fingerprint
 from kvlib.study.timing import latency_units, measure_latency, other_ways
 
 MAPS = ("ridge", "learned")
@@ -34,8 +35,11 @@ def run_latency(run: Run) -> dict:
     started, config, folder = time.time(), run.profile.latency, run.stage("latency")
     files = {name: run.stage("confirmation") / f"{name}.safetensors" for name in MAPS}
     maps = {name: load_map(file, pair=recorded_fingerprint(pair)) for name, file in files.items()}
-    prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run))
+    prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run)).to(device_of(run.profile))
+    maps = {name: cache_map.to(prefixes.device) for name, cache_map in maps.items()}  # before any clock runs
     target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
+    for role, model in (("target", target), ("source", source)):
+        check_fingerprint(pair, role, model)
     device, dtype = next(target.parameters()).device, next(target.parameters()).dtype
     modes, left_out = other_ways(config, maps, no_compiler(device))
     progress = Progress("latency", latency_units(config, maps, modes, len(prefixes)))
@@ -51,7 +55,7 @@ def run_latency(run: Run) -> dict:
     )  # fmt: skip
     for name, table in vars(measured).items():
         write_table(folder / f"{name}.parquet", table)
-    rows, here = summarise(measured.raw, measured.memory), environment()
+    rows, here = summarise(measured.raw, measured.memory), environment(device)
     return run.publish(
         "latency",
         {

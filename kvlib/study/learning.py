@@ -1,5 +1,6 @@
 """Train one arm on stored windows: seeded data order, checkpoints, and a record of how it ended."""
 
+import contextlib
 import math
 import random
 import time
@@ -14,6 +15,7 @@ from kvlib.errors import KvlibError
 from kvlib.maps import ResidualMap, RidgeMap, load_map, save_map
 from kvlib.maps.base import map_provenance
 from kvlib.study.arms import Arm
+from kvlib.study.lowering import STEP, room
 from kvlib.study.profile import Profile
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, read_table, write_json, write_table
@@ -78,13 +80,21 @@ class Trainer:
     folder: Path
     key: str  # of everything but the arm and the seed
     articles: list[str]  # of each window
+    noted: Path  # the folder of the stage whose record says what memory did not suffice for
 
     @cached_property
     def frozen(self) -> Frozen:
         """Weights as they multiply fastest: laid out once for all arms."""
         settings = self.profile.training
-        prompts = settings.micro_batch or settings.prompts_per_step
-        return Frozen.of(self.target, self.head_weight, prompts * self.profile.prompt.forced_steps)
+        rows = (settings.micro_batch or settings.prompts_per_step) * self.profile.prompt.forced_steps
+        return Frozen.of(self.target, self.head_weight, rows, settings.checkpoint_activations)
+
+    @property
+    def micro_batch(self) -> int:
+        """Prompts that go through the target at once while there is memory for them."""
+        settings = self.profile.training
+        size = min(settings.prompts_per_step, len(self.store.windows))
+        return min(settings.micro_batch or size, size)
 
     def place(self, task: Task) -> Path:
         return task_folder(self.folder, self.key, task)
@@ -141,28 +151,33 @@ class Trainer:
             base=self.ridge if arm.base == "ridge" else None, generator=torch.Generator().manual_seed(seed),
         )  # fmt: skip
         keep = {*self.profile.screening.checkpoints, task.steps}
-        rows, status, reason = [], "finished", None
-        for step in train(
-            self.target, initial, lambda number, warm: self.batch(task, number, warm), steps=settings.steps,
+        rows, status, reason, device = [], "finished", None, next(self.target.parameters()).device
+        help_ = "lower partitions.window_tokens or prompt.forced_steps"
+        if not settings.checkpoint_activations:
+            help_ = f"set training.checkpoint_activations to true, or {help_}"
+        fits = room(self.noted, *STEP, self.micro_batch, help_, progress)
+        with contextlib.closing(train(
+            self.target, initial.to(device), lambda number, warm: self.batch(task, number, warm), steps=settings.steps,
             warmup_steps=arm.warmup_steps, learning_rate=arm.learning_rate, head_weight=self.head_weight,
-            micro_batch=settings.micro_batch, frozen=self.frozen,
-        ):  # fmt: skip
-            if not math.isfinite(step.loss):
-                status, reason = (
-                    "not_finite",
-                    f"the {step.phase} loss became {step.loss} at step {step.number}",
+            micro_batch=fits, frozen=self.frozen,
+        )) as steps:  # fmt: skip
+            for step in steps:
+                if not math.isfinite(step.loss):
+                    status, reason = (
+                        "not_finite",
+                        f"the {step.phase} loss became {step.loss} at step {step.number}",
+                    )
+                    break
+                rows.append(
+                    {"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss}
                 )
-                break
-            rows.append(
-                {"arm": arm.id, "seed": seed, "step": step.number, "phase": step.phase, "loss": step.loss}
-            )
-            if step.number in keep:
-                path = self.checkpoint(task, step.number)
-                provenance = checkpoint_provenance(self.key, task, step.number)
-                save_map(step.map, path, pair=self.pair, provenance=provenance)
-            progress.advance(1, f"{note}, step {step.number} of {task.steps}")
-            if step.number == task.steps:
-                break
+                if step.number in keep:
+                    path = self.checkpoint(task, step.number)
+                    provenance = checkpoint_provenance(self.key, task, step.number)
+                    save_map(step.map, path, pair=self.pair, provenance=provenance)
+                progress.advance(1, f"{note}, step {step.number} of {task.steps}")
+                if step.number == task.steps:
+                    break
         write_table(
             self.place(task) / "curve.parquet",
             pd.DataFrame(rows, columns=CURVE),
@@ -171,6 +186,8 @@ class Trainer:
             "status": status, "reason": reason, "parameters": initial.parameters,
             "seconds": round(time.time() - started, 1), "train_loss_last": last_loss(rows),
         }  # fmt: skip
+        if fits.most < self.micro_batch:  # said where it is not what the profile asks for
+            record["micro_batch"] = fits.most
         write_json(self.place(task) / "trained.json", record)
         return record
 

@@ -4,12 +4,14 @@ import os
 import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import torch
 
 from kvlib.errors import KvlibError
-from kvlib.pair import check_compatible, pair_fingerprint
+from kvlib.handoff import check_target
+from kvlib.pair import Outline, check_alike, check_shapes, pair_fingerprint
 from kvlib.pruning import prune_width
 from kvlib.study.assets import fetch
 from kvlib.study.corpus import (
@@ -21,22 +23,32 @@ from kvlib.study.corpus import (
     save_articles,
 )
 from kvlib.study.decision import decision_rule_hash
-from kvlib.study.describing import describe_corpus, describe_model, display_name, environment
+from kvlib.study.describing import TEXTS, describe_corpus, describe_model, display_name, environment
+from kvlib.study.documents import read_texts
 from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import (
+    OneModel,
     cache_folder,
     load_pair_config,
     load_pair_model,
     load_pair_tokenizer,
     make_target,
+    pin_revisions,
     save_folder,
 )
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import PartitionRequest, plan_partitions
-from kvlib.study.profile import HubModel, Partition, Profile, PrunedModel, RandomModel, WikipediaCorpus
+from kvlib.study.profile import (
+    DatasetCorpus,
+    HubModel,
+    Profile,
+    PrunedModel,
+    RandomModel,
+    WikipediaCorpus,
+)
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
-from kvlib.study.run import Run, training_dtype
+from kvlib.study.run import Run, device_of, home, training_dtype
 
 PRUNING_COST = ("seconds", "peak_bytes")
 
@@ -52,35 +64,44 @@ def run_pair(run: Run) -> dict:
         _clear(folder)
         write_json(stale, {"key": run.key("pair")})
     progress = Progress("pair", 100)
+    device_of(profile)  # that there is one, before anything is fetched
+    revisions = pin_revisions(run)
+    if isinstance(profile.pair.target, HubModel):
+        check_lengths(run)  # before any text or weights are fetched for a model that could not read so far
     articles, tokenizer = corpus_of(run)
     progress.advance(4, "text read")
     make_target(run, tokenizer)
     progress.advance(6, "target ready")
     tokenizer = load_pair_tokenizer(run)
-    check_lengths(run, load_pair_config(run, "target"))  # before text is looked for that no model could read
+    check_lengths(run)  # before text is looked for that no model could read
     partitions = partitions_of(run, articles, tokenizer)
     pruning = make_source(run, partitions, tokenizer, progress, units=70)
-    target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
-    check_compatible(target, source, tokenizer, tokenizer)
-    progress.advance(4, "models loaded and compared")
+    check_shapes(*(SimpleNamespace(config=load_pair_config(run, role)) for role in ("target", "source")))
     tokens = partitions.tokens("screen_validate", tokenizer)
-    settings = profile.evaluation
-    passed = gates(
-        target,
-        tokens,
-        settings.gate_prefix_tokens,
-        profile.prompt.forced_steps,
-        settings.gate_tolerance,
-        progress,
-    )
-    losses = {role: held_out_nll(model, tokens) for role, model in (("target", target), ("source", source))}
+    settings, models = profile.evaluation, OneModel(run)
+    described, losses, outlines = {}, {}, {}
+    for role in ("source", "target"):  # the target last: a longer way to go, and nothing needs it after
+        model = models.get(role)
+        outlines[role] = Outline(model)
+        described[role] = describe_model(model, display_name(run, role))
+        if role == "target":
+            check_alike(outlines["target"], outlines["source"], tokenizer, load_pair_tokenizer(run, "source"))
+            check_target(model)
+            progress.advance(4, "models loaded and compared")
+            passed = gates(
+                model,
+                tokens,
+                settings.gate_prefix_tokens,
+                profile.prompt.forced_steps,
+                settings.gate_tolerance,
+                progress,
+            )
+        losses[role] = held_out_nll(model, tokens)
+        del model
     progress.advance(16, "gate and losses measured")
-    described = {
-        role: describe_model(model, display_name(run, role))
-        for role, model in (("target", target), ("source", source))
-    }
     summary = {
         **described,
+        "revisions": {role: revisions[role] for role in ("target", "source")},
         "pruning": without_cost(pruning),
         "held_out_nll": {**losses, "tokens": int(tokens[:, 1:].numel())},
         "gate": worst(passed),
@@ -88,11 +109,13 @@ def run_pair(run: Run) -> dict:
         "decision_rule": decision_rule_hash(),
         "partitions": partitions.summary(),
         "corpus": describe_corpus(run, articles),
-        "training_dtype": str(training_dtype(profile.training.dtype)).removeprefix("torch."),
+        "training_dtype": str(training_dtype(profile.training.dtype, device_of(profile))).removeprefix(
+            "torch."
+        ),
         "seed": profile.seed,
     }
     cost = {f"pruning_{key}": (pruning or {}).get(key) for key in PRUNING_COST}
-    return run.publish("pair", summary, started, {**cost, "environment": environment()})
+    return run.publish("pair", summary, started, {**cost, "environment": environment(device_of(profile))})
 
 
 def _clear(folder: Path) -> None:
@@ -112,6 +135,9 @@ def corpus_of(run: Run) -> tuple[list[Article], object]:
     else:
         if isinstance(corpus, WikipediaCorpus):
             articles = read_wikipedia_dump(fetch(corpus.asset, cache_folder()), corpus.min_characters)
+        elif isinstance(corpus, DatasetCorpus):
+            articles, read = read_texts(corpus, pin_revisions(run)["texts"], home())
+            write_json(run.stage("pair") / TEXTS, read)
         else:
             articles = generated_articles(corpus.articles, corpus.sentences, run.profile.seed)
         save_articles(articles, folder)
@@ -132,6 +158,7 @@ def partitions_of(run: Run, articles: list[Article], tokenizer) -> Partitions:
 def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
     """What is asked of `plan_partitions`, in the order in which the manifest lists it."""
     wanted, prompt = profile.partitions, profile.prompt
+    unused = () if isinstance(profile.pair.source, PrunedModel) else ("build",)
     prompt_tokens = prompt.prefix_tokens + prompt.forced_steps
     longest = max(profile.latency.prefix_tokens)
     sizes = {
@@ -143,9 +170,11 @@ def partition_requests(profile: Profile) -> dict[str, PartitionRequest]:
         "screen_validate": ("prompts", prompt_tokens),
         "confirm_validate": ("prompts", prompt_tokens),
     }
+    parts = {name: (getattr(wanted, name), *size) for name, size in sizes.items()}
     return {
-        name: PartitionRequest(kind, getattr(wanted, name).articles, getattr(wanted, name).items, tokens)
-        for name, (kind, tokens) in sizes.items()
+        name: PartitionRequest(kind, part.articles, part.items, tokens, part.text)
+        for name, (part, kind, tokens) in parts.items()
+        if name not in unused
     }
 
 
@@ -162,9 +191,7 @@ def load_partitions(run: Run) -> Partitions:
 def _listed(run: Run, articles: list[Article]) -> Partitions:
     path = run.stage("pair") / "partitions.json"
     partitions = Partitions.from_manifest(read_json(path), articles)
-    missing = {name for name, part in run.profile.partitions if isinstance(part, Partition)} - set(
-        partitions.parts
-    )
+    missing = partition_requests(run.profile).keys() - partitions.parts.keys()
     if missing:
         raise KvlibError(
             f"{path} lists no partition {min(missing)!r}, expected all of the profile's: delete {path.parent} and run its stage again"
@@ -227,22 +254,27 @@ def make_source(run: Run, partitions: Partitions, tokenizer, progress: Progress,
     return record
 
 
-def check_lengths(run: Run, config) -> None:
+def check_lengths(run: Run) -> None:
     """Raises KvlibError when the profile asks for more positions or a higher rank than the pair has."""
-    profile, limit = run.profile, config.max_position_embeddings
+    profile = run.profile
     asked = {
         "prompt.prefix_tokens + prompt.forced_steps": profile.prompt.prefix_tokens
         + profile.prompt.forced_steps,
         "partitions.window_tokens": profile.partitions.window_tokens,
         "the longest of latency.prefix_tokens": max(profile.latency.prefix_tokens),
     }
-    for what, count in asked.items():
-        if count > limit:
+    # A pruned source has the target's positions, and there is no configuration of it yet.
+    roles = ("target", "source") if isinstance(profile.pair.source, HubModel) else ("target",)
+    for role in roles:
+        config = load_pair_config(run, role)
+        limit = config.max_position_embeddings
+        for what, count in asked.items():
+            if count > limit:
+                raise KvlibError(
+                    f"{what} is {count}, the {role} has {limit} positions: lower it to {limit} at most"
+                )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if max(profile.screening.ranks) > head_dim:
             raise KvlibError(
-                f"{what} is {count}, the model has {limit} positions: lower it to {limit} at most"
+                f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"
             )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if max(profile.screening.ranks) > head_dim:
-        raise KvlibError(
-            f"screening.ranks holds {max(profile.screening.ranks)}, expected at most head_dim = {head_dim}"
-        )

@@ -47,6 +47,18 @@ def script_parameters(script: Path) -> dict[str, Parameter]:
     return {name: _parameter(entry) for name, entry in found.items()}
 
 
+def profile_keys(script: Path) -> dict[str, str]:
+    """Parameter -> the dotted profile key that the script gives it to, found in the script's dictionaries."""
+    code = "\n".join(cell.source for cell in read_script(script).cells if cell.cell_type == "code")
+    known, keys = set(script_parameters(script)), {}
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values):
+                if isinstance(key, ast.Constant) and isinstance(value, ast.Name) and value.id in known:
+                    keys[value.id] = key.value
+    return keys
+
+
 def _parameter(entry: dict) -> Parameter:
     default = _literal(entry["default"])
     kind = (entry["inferred_type_name"] or "None").replace(" ", "")

@@ -69,7 +69,7 @@ class Partitions:
         """Counts and hash of each partition, without its articles and items."""
         return {
             name: {"articles": len(part.articles), "items": len(part.spans), "tokens_each": part.tokens_each,
-                   "hash": part.record()["hash"], "kind": part.kind}
+                   "hash": part.record()["hash"], "kind": part.kind, "text": next((article.origin for article in part.articles), None)}
             for name, part in self.parts.items()
         }  # fmt: skip
 

@@ -34,12 +34,16 @@ PARAGRAPH_REACH = (
 
 @dataclass(frozen=True)
 class PartitionRequest:
-    """`items` spans of `tokens_each` tokens (a BOS included where one is added) from `articles` articles."""
+    """`items` spans of `tokens_each` tokens (a BOS included where one is added) from `articles` articles.
+
+    origin: only of articles of this text, where the corpus has several.
+    """
 
     kind: Kind
     articles: int
     items: int
     tokens_each: int
+    origin: str | None = None
 
 
 def plan_partitions(
@@ -79,11 +83,11 @@ def plan_partitions(
     rank = {"prefixes": 0, "windows": 2, "prompts": 3}
     for name in sorted(requests, key=lambda name: 1 if name == "final" else rank[requests[name].kind]):
         request = requests[name]
-        candidates = pool
+        candidates = [article for article in pool if article.origin == request.origin]
         if request.kind == "prefixes":
-            candidates = sorted(pool, key=partial(_is_short, request.tokens_each * LONG_CHARACTERS_PER_TOKEN))
+            candidates.sort(key=partial(_is_short, request.tokens_each * LONG_CHARACTERS_PER_TOKEN))
         elif name == "final":
-            candidates = [article for article in pool if article.title not in seen]
+            candidates = [article for article in candidates if article.title not in seen]
         drawn = _draw(name, request, candidates, partial(slots_of, name, request))
         chosen = tuple(article for article, _ in drawn)
         spans = tuple(_round_robin([slots for _, slots in drawn], request.items))
@@ -115,7 +119,7 @@ def _draw(
             return drawn
     room = sum(len(slots) for _, slots in drawn)
     raise KvlibError(
-        f"too little text for partition {name}: asked for {request.items} {request.kind} of "
+        f"too little text for partition {name}{f' in {request.origin}' if request.origin else ''}: asked for {request.items} {request.kind} of "
         f"{request.tokens_each} tokens from {request.articles} articles; of the {len(candidates)} articles "
         f"left {with_room} are long enough, and the best {len(drawn)} hold {room}: ask for less or give more"
     )

@@ -3,101 +3,64 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from kvlib.errors import KvlibError
 from kvlib.modes import WAYS
-from kvlib.study.yaml_files import describe_error, load_yaml, override
+from kvlib.study.inputs import (
+    Count,
+    DatasetCorpus,
+    DatasetText,
+    GeneratedCorpus,
+    GgufModel,
+    HubModel,
+    Name,
+    Pair,
+    PrunedModel,
+    RandomModel,
+    Share,
+    Strict,
+    WikipediaCorpus,
+)
+from kvlib.study.yaml_files import describe_error, load_yaml, merge, override
+
+# Models and texts have a file of their own; other files know them from here.
+__all__ = [
+    "DatasetCorpus",
+    "DatasetText",
+    "GeneratedCorpus",
+    "GgufModel",
+    "HubModel",
+    "Pair",
+    "Partition",
+    "Profile",
+    "PrunedModel",
+    "RandomModel",
+    "WikipediaCorpus",
+    "load_profile",
+    "profile_names",
+]
 
 DATA = Path(__file__).resolve().parents[2] / "data"
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-
-
-class Strict(BaseModel):
-    """Unknown keys are refused, values are not coerced, and nothing changes after validation."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class GgufModel(Strict):
-    """A model in a GGUF file that a package's wheel carries (a name in data/assets.yaml)."""
-
-    kind: Literal["gguf"]
-    asset: str
-
-
-class RandomModel(Strict):
-    """A Llama with random weights, for tests. `spread` is the standard deviation of its weights."""
-
-    kind: Literal["random"]
-    layers: Count
-    hidden_size: Count
-    intermediate_size: Count
-    heads: Count
-    kv_heads: Count
-    head_dim: Count
-    max_positions: Count
-    spread: Share = 0.2
-
-    @model_validator(mode="after")
-    def _shape(self):
-        if self.heads % self.kv_heads or self.head_dim % 2:
-            raise ValueError(
-                f"heads is {self.heads}, kv_heads {self.kv_heads} and head_dim {self.head_dim}, expected heads to be a multiple of "
-                "kv_heads and head_dim to be even"
-            )
-        return self
-
-
-class HubModel(Strict):
-    """A model on the hub, or in a local folder."""
-
-    kind: Literal["hub"]
-    id: str
-    revision: str | None = None
-
-
-class PrunedModel(Strict):
-    """The target, width-pruned on the build partition's windows."""
-
-    kind: Literal["pruned"]
-    hidden_size: Count
-    intermediate_size: Count
-    penalty: Share = 1e-2
-
-
-class Pair(Strict):
-    target: Annotated[GgufModel | RandomModel | HubModel, Field(discriminator="kind")]
-    source: Annotated[PrunedModel | HubModel, Field(discriminator="kind")]
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-
-
-class WikipediaCorpus(Strict):
-    """A MediaWiki dump (a name in data/assets.yaml)."""
-
-    kind: Literal["wikipedia"]
-    asset: str
-    min_characters: Count
-
-
-class GeneratedCorpus(Strict):
-    kind: Literal["generated"]
-    articles: Count
-    sentences: Count
+EXTENDS = "extends"
 
 
 class Partition(Strict):
-    """`items` windows, prompts or prefixes drawn from `articles` articles that no other partition uses."""
+    """`items` windows, prompts or prefixes drawn from `articles` articles that no other partition uses.
+
+    text: which of the corpus's texts they are drawn from, where it has several by name.
+    """
 
     articles: Count
     items: Count
+    text: Name | None = None
 
 
 class Partitions(Strict):
+    """build: what the source is pruned on; not drawn, and best left out, where nothing is pruned."""
+
     window_tokens: Annotated[int, Field(ge=2)]
-    build: Partition
+    build: Partition | None = None
     screen_train: Partition
     screen_validate: Partition
     confirm_train: Partition
@@ -130,7 +93,7 @@ class Training(Strict):
 
 class Screening(Strict):
     learning_rates: Annotated[list[Share], Field(min_length=3, max_length=3)]
-    ranks: Annotated[list[Count], Field(min_length=4, max_length=4)]
+    ranks: Annotated[list[Count], Field(min_length=2)]
     centre_rank: Count
     warmup_steps: Count
     ridge_penalty: Share = 1e-3
@@ -189,7 +152,7 @@ class Profile(Strict):
     seed: int
     device: Literal["auto", "cpu", "cuda"] = "auto"
     pair: Pair
-    corpus: Annotated[WikipediaCorpus | GeneratedCorpus, Field(discriminator="kind")]
+    corpus: Annotated[WikipediaCorpus | GeneratedCorpus | DatasetCorpus, Field(discriminator="kind")]
     partitions: Partitions
     prompt: Prompt
     training: Training
@@ -198,6 +161,23 @@ class Profile(Strict):
     evaluation: Evaluation
     latency: Latency
     evidence: Evidence
+
+    @model_validator(mode="after")
+    def _texts(self):
+        if isinstance(self.pair.source, PrunedModel) and self.partitions.build is None:
+            raise ValueError("partitions.build is missing, but pair.source is pruned on it: add it")
+        known = list(self.corpus.texts) if isinstance(self.corpus, DatasetCorpus) else [None]
+        for name, part in self.partitions:
+            if isinstance(part, Partition) and part.text not in known:
+                raise ValueError(
+                    f"partitions.{name}.text is {part.text}, expected "
+                    + (
+                        f"one of corpus.texts = {known}"
+                        if known != [None]
+                        else "none: this corpus has one text"
+                    )
+                )
+        return self
 
     @model_validator(mode="after")
     def _evidence(self):
@@ -282,29 +262,64 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in (DATA / "profiles").glob("*.yaml"))
 
 
+def _move_checkpoints(values: dict, planned: int) -> None:
+    """Where fewer steps than `planned` leave checkpoints behind the end, put all of them at the same shares of the steps."""
+    steps, checkpoints = values["training"]["steps"], values.get("screening", {}).get("checkpoints")
+    numbers = [planned, steps, *checkpoints] if isinstance(checkpoints, list) and checkpoints else [None]
+    if all(type(n) is int and n > 0 for n in numbers) and steps < max(checkpoints) <= planned:
+        moved = {max(1, round(step * steps / planned)) for step in checkpoints}
+        values["screening"]["checkpoints"] = sorted(moved)
+
+
 def load_profile(name: str, overrides: dict | None = None) -> Profile:
     """A profile by name (data/profiles/NAME.yaml) or by path.
 
+    A file that says `extends: OTHER` holds only what differs from the shipped profile of that name.
+
     Args:
-        overrides: values by dotted key, such as {"training.steps": 40}; keys must exist, values are validated.
+        overrides: values by dotted key, such as {"training.steps": 40}; keys must exist, values are validated. Steps that
+            end before a checkpoint take the checkpoints along, unless these are given as well.
 
     Raises: KvlibError, one sentence, for an unknown name, key or a value that does not fit.
     """
-    by_path = name.endswith((".yaml", ".yml"))
-    if not by_path and name not in profile_names():
-        raise KvlibError(
-            f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
-        )
-    path = Path(name) if by_path else DATA / "profiles" / f"{name}.yaml"
-    try:
-        values = load_yaml(path)
-    except FileNotFoundError as error:
-        raise KvlibError(
-            f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
-        ) from error
-    for key, value in (overrides or {}).items():
+    values, given = _values(name), overrides or {}
+    training = values.get("training")
+    planned = training.get("steps") if isinstance(training, dict) else None
+    for key, value in given.items():
         override(values, key, value)
+    if "training.steps" in given and "screening.checkpoints" not in given:
+        _move_checkpoints(values, planned)
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
         raise KvlibError(f"profile {name}: {describe_error(error)}") from error
+
+
+def _values(name: str) -> dict:
+    by_path = name.endswith((".yaml", ".yml"))
+    unknown = KvlibError(
+        f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
+    )
+    if not by_path and name not in profile_names():
+        raise unknown
+    try:
+        values = load_yaml(Path(name) if by_path else DATA / "profiles" / f"{name}.yaml")
+    except FileNotFoundError as error:
+        raise unknown from error
+    if EXTENDS not in values:
+        return values
+    base, whole = values.pop(EXTENDS), [each for each in profile_names() if not _extends(each)]
+    if base not in whole:
+        raise KvlibError(
+            f"profile {name}: extends is {base!r}, expected one of {', '.join(whole)}, which extend no other: correct the name"
+        )
+    missing = [key for key in ("name", "label") if key not in values]
+    if missing:
+        raise KvlibError(
+            f"profile {name}: key {missing[0]!r} is missing, which is not taken over from {base}: add it"
+        )
+    return merge(_values(base), values)
+
+
+def _extends(name: str) -> bool:
+    return EXTENDS in load_yaml(DATA / "profiles" / f"{name}.yaml")

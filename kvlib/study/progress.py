@@ -15,12 +15,13 @@ class Progress:
 
     Args:
         stage: what is being done. total: units in all. done: units that an earlier run left finished.
+        path: the file to write instead of the one that the environment names.
     """
 
-    def __init__(self, stage: str, total: float, done: float = 0):
+    def __init__(self, stage: str, total: float, done: float = 0, path: str | Path | None = None):
         self.stage, self.total, self.done = stage, max(total, 1e-9), done
         self.initial, self.started, self.written, self.note = done, time.time(), 0.0, ""
-        self.path = os.environ.get(VARIABLE)
+        self.path = path or os.environ.get(VARIABLE)
         self._write(force=True)
 
     def advance(self, units: float = 1, note: str | None = None) -> None:
@@ -37,6 +38,11 @@ class Progress:
         self.done += units
         self.initial += units
         self._write()
+
+    def show(self, done: float, initial: float, note: str) -> None:
+        """The counts as others have them, who do the work and count themselves; `initial` as `skip` adds to it."""
+        self.done, self.initial = done, initial
+        self.say(note)
 
     def _write(self, force: bool = False) -> None:
         now = time.time()

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvlib.errors import KvlibError
+from kvlib.study.lowering import LOWERED, read_lowered
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import STAGES, hash_json, read_record, sha256_file, write_json
 
@@ -18,6 +19,7 @@ NOTEBOOKS = dict(
 # Stages outside the sequence, and the stage each of them comes after.
 EXTRA = {"evidence": "frozen_evaluation"}
 NOTEBOOKS |= {stage: stage for stage in EXTRA}
+SOURCES = (".py", ".c")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
@@ -142,12 +144,16 @@ class Run:
 
     def key(self, stage: str) -> str:
         """Hash of everything in the profile that the stage's records depend on, earlier stages included."""
+        return hash_json(self.settings(stage))
+
+    def settings(self, stage: str) -> dict:
+        """What `key` is the hash of: the parts of the profile by dotted key."""
         upstream = sequence(stage)[:-1]
         if stage == "latency":  # needs the frozen map, not the final evaluation
             upstream = tuple(s for s in upstream if s != "frozen_evaluation")
         keys = [key for name in (*upstream, stage) for key in DEPENDS[name]]
         values = self.profile.model_dump(mode="json")
-        return hash_json({key: _dig(values, key) for key in keys})
+        return {key: _dig(values, key) for key in keys}
 
     def finished(self, stage: str) -> dict | None:
         """The stage's summary if it is there and belongs to the run's present settings."""
@@ -181,7 +187,10 @@ class Run:
         made = {
             "run": self.name,
             "created": now(),
-            "duration_s": round(self._spent(stage) + time.time() - started, 1),
+            "duration_s": round(self.spent(stage) + time.time() - started, 1),
+            "settings": self.settings(stage),  # so that one who changes them can be told what was changed
+            "device": device_name(device_of(self.profile)),
+            **({"lowered": lowered} if (lowered := read_lowered(folder)) else {}),
             **(made or {}),
         }
         found = {
@@ -194,6 +203,7 @@ class Run:
         write_json(folder / MADE, made)
         write_json(folder / "summary.json", found)
         (folder / "spent.json").unlink(missing_ok=True)
+        (folder / LOWERED).unlink(missing_ok=True)
         return {**made, **found}
 
     def add_time(self, stage: str, started: float) -> float:
@@ -201,11 +211,12 @@ class Run:
         present = time.time()
         write_json(
             self.stage(stage) / "spent.json",
-            {"key": self.key(stage), "seconds": self._spent(stage) + present - started},
+            {"key": self.key(stage), "seconds": self.spent(stage) + present - started},
         )
         return present
 
-    def _spent(self, stage: str) -> float:
+    def spent(self, stage: str) -> float:
+        """Seconds that a stage which is not finished has taken so far, in these settings."""
         path = self.stage(stage) / "spent.json"
         if not path.exists():
             return 0.0
@@ -229,11 +240,17 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+def code_files() -> list[Path]:
+    """kvlib's source files, in order: Python, and the C that is compiled where it is used."""
+    root = Path(__file__).resolve().parents[1]
+    return sorted(path for path in root.rglob("*") if path.suffix in SOURCES)
+
+
 def code_hash() -> str:
     """SHA-256 over kvlib's source files, the report floor left out: a reader may edit charts of a finished run."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in code_files():
         name = path.relative_to(root)
         if name.parts[0] != "report":
             digest.update(f"{name}\n".encode())
@@ -241,12 +258,52 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def training_dtype(name: str) -> torch.dtype:
-    """A profile's training dtype; `auto` asks the processor whether it multiplies bfloat16 in hardware."""
+def device_of(profile: Profile) -> torch.device:
+    """Where a profile's models live: the first CUDA device, or the processor.
+
+    Raises: KvlibError where CUDA is asked for and there is none, and for a card that does not compute in bfloat16 where
+        the profile names it.
+    """
+    if profile.device == "cpu" or (profile.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        why, remedy = "torch sees no card", "check the driver with nvidia-smi"
+        if torch.version.cuda is None:
+            why, remedy = (
+                f"torch {torch.__version__} is a build for processors alone",
+                "install a CUDA build of torch, see requirements-gpu.txt",
+            )
+        raise KvlibError(
+            f"device cuda given, but {why}, expected a CUDA device: {remedy}, or set device to cpu"
+        )
+    device = torch.device("cuda", 0)
+    for name, dtype in (("pair.dtype", profile.pair.dtype), ("training.dtype", profile.training.dtype)):
+        if dtype == "bfloat16" and not _card_has_bfloat16():
+            raise KvlibError(
+                f"{name} is bfloat16, which {torch.cuda.get_device_name(device)} does not compute in, expected a card of compute "
+                f"capability 8.0 or more: set {name} to float32, or take another card"
+            )
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What records call it: the card's own name, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _card_has_bfloat16() -> bool:
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def training_dtype(name: str, device: torch.device | None = None) -> torch.dtype:
+    """A profile's training dtype; `auto` asks whether the processor or card multiplies bfloat16 in hardware.
+
+    device: where training computes; a CUDA device where there is one, when None.
+    """
     if name != "auto":
         return getattr(torch, name)
-    if torch.cuda.is_available():
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+        return torch.bfloat16 if _card_has_bfloat16() else torch.float32
     flags = Path("/proc/cpuinfo")
     text = flags.read_text() if flags.exists() else ""
     return torch.bfloat16 if any(flag in text for flag in ("avx512_bf16", "amx_bf16")) else torch.float32

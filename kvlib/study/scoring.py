@@ -1,16 +1,21 @@
 """Score maps on stored prompts: KL32 and top-1 per prompt, in the models' own dtype."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
 import numpy as np
 import pandas as pd
 
-from kvlib.divergence import Divergence, native_logits, path_divergence
+from kvlib.cache import PrefixCache
+from kvlib.divergence import Divergence, Reference, native_logits, path_divergence
 from kvlib.maps import CacheMap
+from kvlib.streaming import ahead
+from kvlib.study.prompts import PromptStore
 from kvlib.study.statistics import describe, paired
-from kvlib.study.store import PromptStore
 
 
 class Scorer:
-    """Scores maps on one partition's prompts; the prompts are read into memory once.
+    """Scores maps on one partition's prompts; the prompts are read into this machine's memory once.
 
     Args:
         store: filled prompts. target: the frozen target. articles: each prompt's. forcing: along which tokens.
@@ -18,21 +23,35 @@ class Scorer:
 
     def __init__(self, store: PromptStore, target, articles: list[str], forcing: str = "oracle"):
         self.target, self.articles = target, articles
-        self.prompts = len(store.tokens)
-        self.batches = [
+        self.prompts, self.room = len(store.tokens), store.room
+        self.device = next(target.parameters()).device
+        self._batches = [
             (prefix, references[forcing]) for prefix, references in map(store.batch, store.starts)
         ]
 
+    def stream(self) -> AbstractContextManager[Iterator[tuple[PrefixCache, Reference]]]:
+        """The source's cache and native's reference of batch after batch, on the target's device."""
+        return ahead(self._batches, lambda batch: batch, self.device)
+
     def divergences(self, maps: list[CacheMap]) -> list[Divergence]:
         """Of each map over all prompts, (N, S); native's logits are computed once for all, one batch at a time."""
-        found: list[list[Divergence]] = [[] for _ in maps]
-        for prefix, reference in self.batches:
+        maps = [cache_map.to(self.device) for cache_map in maps]
+        found: list[list[Divergence]] = []
+
+        def score(prefix: PrefixCache, reference: Reference) -> list[Divergence]:
             native = native_logits(self.target, reference)
-            for kept, cache_map in zip(found, maps):
-                kept.append(
-                    path_divergence(self.target, prefix, cache_map, reference, check=False, native=native)
+            return [
+                path_divergence(self.target, prefix, cache_map, reference, check=False, native=native)
+                for cache_map in maps
+            ]
+
+        with self.stream() as batches:
+            for prefix, reference in batches:
+                found += self.room.over(
+                    prefix.batch,
+                    lambda few, of=(prefix, reference): score(*(one.select(few) for one in of)),
                 )
-        return [Divergence.cat(kept) for kept in found]
+        return [Divergence.cat(list(kept)) for kept in zip(*found)]
 
     def table(self, cache_map: CacheMap) -> pd.DataFrame:
         """One row per prompt: prompt, kl32 (nats), top1 (share of steps)."""

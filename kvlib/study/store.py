@@ -1,41 +1,52 @@
-"""Caches computed once: training windows in memory-mapped files, prompts with their references in safetensors."""
+"""Training windows computed once: both models' caches over them in memory-mapped files."""
 
 import copy
 import mmap
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kvlib.cache import Geometry, PrefixCache, prefill
-from kvlib.divergence import Reference, oracle_reference, text_reference
 from kvlib.errors import KvlibError
 from kvlib.maps import RidgeAccumulator, RidgeMap
 from kvlib.ragged import RaggedPrefix
+from kvlib.room import Room
+from kvlib.streaming import ahead
 from kvlib.study.progress import Progress
-from kvlib.study.records import hash_json, read_record, read_tensors, write_json, write_tensors
+from kvlib.study.records import hash_json, read_record, write_json
 from kvlib.training import Batch
 
 WINDOWS_AT_ONCE = 4
+SOURCE_SHARE = 0.4  # of the time that a window takes with both models
+TOO_LONG = "lower partitions.window_tokens, set pair.dtype to bfloat16, or take a device with more memory"
 
 
 def hash_ids(tokens: torch.Tensor) -> str:
     return hash_json(tokens.tolist())
 
 
+def _crc(part: torch.Tensor) -> int:
+    return zlib.crc32(part.reshape(-1).view(torch.uint8).numpy())
+
+
 class WindowStore:
     """Both models' caches over N training windows, and the target's final hidden states.
 
     Files in `folder`: source.bin and target.bin (N, L, 2, H, T, D) with keys before values, hidden.bin (N, T, C).
-    `windows.json` says of which windows they are, and holds a checksum of each that is whole: a killed run goes on
-    from there, and a damaged window is filled anew.
+    `windows.json` says of which windows they are, and holds checksums of each that is whole, of its source part alone
+    until the target has been there: a killed run goes on from there, and a damaged window is filled anew. One model
+    passes over all windows before the other is loaded.
     """
 
     def __init__(
-        self, folder: Path, windows: torch.Tensor, geometry: Geometry, hidden_size: int, dtype: torch.dtype
-    ):
+        self, folder: Path, windows: torch.Tensor, geometry: Geometry, hidden_size: int, dtype: torch.dtype,
+        room: Room | None = None,
+    ):  # fmt: skip
         self.folder, self.windows, self.geometry, self.dtype = Path(folder), windows, geometry, dtype
+        self.room = room or Room("windows", WINDOWS_AT_ONCE, TOO_LONG)
         count, tokens = windows.shape
         self._held: list[mmap.mmap] = []
         shape = (count, geometry.layers, 2, geometry.heads, tokens, geometry.head_dim)
@@ -71,52 +82,93 @@ class WindowStore:
     @property
     def complete(self) -> int:
         """How many windows, from the first on, are there as they were filled."""
-        return len(self._whole())
+        return len(self._whole("target"))
 
-    def _whole(self) -> list[list[int]]:
-        """The checksums of the windows that are there as they were filled, up to the first that is not."""
+    @property
+    def filled(self) -> bool:
+        """Whether the record says that all windows are there; their bytes are not looked at."""
+        return len(self._recorded("target")) == len(self.windows)
+
+    def _recorded(self, role: str) -> list:
+        """What `windows.json` states of one model's part: a checksum per window of the source's, three of the target's."""
         path = self.folder / "windows.json"
         if not path.exists():
             return []
         record = read_record(path, "windows", "checksums")
-        if record["windows"] != hash_ids(self.windows) or not isinstance(record["checksums"], list):
+        stated, sources = record["checksums"], record.get("source", [])
+        if record["windows"] != hash_ids(self.windows) or not all(
+            isinstance(x, list) for x in (stated, sources)
+        ):
             return []
+        if (
+            role == "source"
+        ):  # a record of before both models passed one after the other has them in `checksums` alone
+            stated = sources or [one[0] for one in stated if isinstance(one, list) and one]
+        return stated[: len(self.windows)]
+
+    def _whole(self, role: str, sources: list[int] | None = None) -> list:
+        """The checksums of the windows that are there as they were filled, up to the first that is not.
+
+        sources: of the source's part, where that was looked at just now.
+        """
         whole = []
-        for n, stated in enumerate(record["checksums"][: len(self.windows)]):
-            if stated != self._checksums(n):
+        for n, stated in enumerate(self._recorded(role)):
+            if stated != self._checksums(n, role, sources):
                 break
             whole.append(stated)
         self.release()
         return whole
 
-    def _checksums(self, n: int) -> list[int]:
+    def _checksums(self, n: int, role: str, sources: list[int] | None = None):
         """Of window n in each file: what is damaged by a disk or a hand, zeros that stand for nothing included."""
-        parts = (self.source[n], self.target[n], self.hidden[n])
-        return [zlib.crc32(part.reshape(-1).view(torch.uint8).numpy()) for part in parts]
+        source = _crc(self.source[n]) if sources is None else sources[n]
+        return source if role == "source" else [source, _crc(self.target[n]), _crc(self.hidden[n])]
+
+    def fill(self, source, target, progress: Progress, units_per_window: float) -> "WindowStore":
+        """Prefill the windows that are missing with both models, one after the other."""
+        self.fill_with("source", lambda: source, progress, units_per_window)
+        return self.fill_with("target", lambda: target, progress, units_per_window)
 
     @torch.no_grad()
-    def fill(self, source, target, progress: Progress, units_per_window: float) -> "WindowStore":
-        """Prefill the windows that are missing, with models in the dtype that training computes in."""
-        whole, count = self._whole(), len(self.windows)
+    def fill_with(
+        self, role: str, load: Callable[[], object], progress: Progress, units_per_window: float
+    ) -> "WindowStore":
+        """Prefill what is missing of one model's part; the source's comes first.
+
+        load: gives the model, in the dtype that training computes in; called only where something is missing.
+        """
+        sources = self._whole("source") if role == "source" else self._recorded("source")
+        whole, count = sources if role == "source" else self._whole(role, sources), len(self.windows)
+        units = units_per_window * (SOURCE_SHARE if role == "source" else 1 - SOURCE_SHARE)
         # Whole batches only: what goes through a model together may differ by rounding from what goes through alone.
         del whole[len(whole) - len(whole) % WINDOWS_AT_ONCE if len(whole) < count else count :]
-        progress.skip(len(whole) * units_per_window)
+        progress.skip(len(whole) * units)
+        model = load() if len(whole) < count else None
         for start in range(len(whole), count, WINDOWS_AT_ONCE):
             part = slice(start, min(start + WINDOWS_AT_ONCE, count))
-            ids = self.windows[part].to(next(target.parameters()).device)
-            self._keep(self.source, part, prefill(source, ids))
-            cache, hidden = prefill(target, ids, return_hidden=True)
-            self._keep(self.target, part, cache)
-            self.hidden[part] = hidden.float().cpu()
+            self.room.over(part.stop - start, lambda few, start=start: self._prefill(role, model, start, few))
             for held in self._held:
                 held.flush()
-            whole += [self._checksums(n) for n in range(start, part.stop)]
-            write_json(self.folder / "windows.json", {"windows": hash_ids(self.windows), "checksums": whole})
-            self.release()
-            progress.advance(
-                (part.stop - part.start) * units_per_window, f"caching window {part.stop} of {count}"
+            known = None if role == "source" else sources
+            whole += [self._checksums(n, role, known) for n in range(start, part.stop)]
+            record = {"windows": hash_ids(self.windows), "source": sources}
+            write_json(
+                self.folder / "windows.json", record | {"checksums": [] if role == "source" else whole}
             )
+            self.release()
+            what = "source over" if role == "source" else "caching"
+            progress.advance((part.stop - start) * units, f"{what} window {part.stop} of {count}")
         return self
+
+    def _prefill(self, role: str, model, start: int, few: slice) -> None:
+        part = slice(start + few.start, start + few.stop)
+        ids = self.windows[part].to(next(model.parameters()).device)
+        if role == "source":
+            self._keep(self.source, part, prefill(model, ids))
+            return
+        cache, hidden = prefill(model, ids, return_hidden=True)
+        self._keep(self.target, part, cache)
+        self.hidden[part] = hidden.float().cpu()
 
     @staticmethod
     def _keep(place: torch.Tensor, part: slice, cache: PrefixCache) -> None:
@@ -167,13 +219,14 @@ class WindowStore:
         rows = (place[n].unsqueeze(2) for place in (self.source, self.target))  # (L, 2, 1, H, T, D)
         return tuple(PrefixCache(list(row[:, 0]), list(row[:, 1])) for row in rows)
 
-    def fit_ridge(self, penalty: float) -> RidgeMap:
-        """The ridge map over every position of every window, window by window."""
-        sums = RidgeAccumulator(self.geometry)
-        for n in range(len(self.windows)):
-            sums.add(*self.pair_of_caches(n))
-            self.release()
-        return sums.solve(penalty)
+    def fit_ridge(self, penalty: float, device: torch.device | str = "cpu") -> RidgeMap:
+        """The ridge map over every position of every window, window by window; the sums are made on the device."""
+        sums, count = RidgeAccumulator(self.geometry, device), range(len(self.windows))
+        with ahead(count, self.pair_of_caches, torch.device(device)) as stream:
+            for source, target in stream:
+                sums.add(source, target)
+                self.release()
+        return sums.solve(penalty).to("cpu")
 
     def source_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
         """σ of keys and of values, each (L, H): the RMS of the source's cache over all windows."""
@@ -184,89 +237,21 @@ class WindowStore:
         scale = (total / len(self.windows)).sqrt().float()
         return scale[:, 0], scale[:, 1]
 
-
-class PromptStore:
-    """Prompts in batches, each with the source's cache, native's references and the tokens; one file per batch."""
-
-    def __init__(
-        self, folder: Path, tokens: torch.Tensor, prefix_tokens: int, forcings: list[str], batch_prompts: int
-    ):
-        self.folder, self.tokens, self.prefix_tokens = Path(folder), tokens, prefix_tokens
-        self.forcings, self.batch_prompts = forcings, batch_prompts
-
-    @property
-    def starts(self) -> range:
-        return range(0, len(self.tokens), self.batch_prompts)
-
-    def path(self, start: int) -> Path:
-        return (
-            self.folder
-            / f"prompts-{start:04d}-{min(start + self.batch_prompts, len(self.tokens)):04d}.safetensors"
-        )
-
-    @torch.no_grad()
-    def fill(self, source, target, progress: Progress, units_per_prompt: float) -> "PromptStore":
-        for start in self.starts:
-            prompts = self.tokens[start : start + self.batch_prompts]
-            units = len(prompts) * units_per_prompt
-            if self.path(start).exists():
-                progress.skip(units)
-                continue
-            cut, steps = self.prefix_tokens, prompts.shape[1] - self.prefix_tokens
-            head, tail = prompts[:, :cut], prompts[:, cut:]
-            cache = prefill(source, head[:, :-1]).check_finite("the source")
-            tensors = {"keys": torch.stack(cache.keys), "values": torch.stack(cache.values)}
-            for forcing in self.forcings:
-                reference = (
-                    oracle_reference(target, head, steps)
-                    if forcing == "oracle"
-                    else text_reference(target, head, tail)
-                )
-                tensors |= {
-                    f"{forcing}.{name}": getattr(reference, name) for name in ("inputs", "forced", "hidden")
-                }
-            write_tensors(self.path(start), tensors, {"prompts": hash_ids(prompts)})
-            progress.advance(
-                units, f"native and source over prompt {start + len(prompts)} of {len(self.tokens)}"
-            )
-        return self
-
-    def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:
-        """(the source's cache, forcing -> reference) of the batch that begins at prompt `start`."""
-        tensors, metadata = read_tensors(self.path(start))
-        prompts = self.tokens[start : start + self.batch_prompts]
-        if metadata.get("prompts") != hash_ids(prompts) or not self._fits(tensors, *prompts.shape):
+    def kept_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `source_scale`, from `scale.json` where it is there: one more pass over the files is saved."""
+        path, windows = self.folder / "scale.json", hash_ids(self.windows)
+        if not path.exists() or read_record(path, "windows", "scale")["windows"] != windows:
+            scale = torch.stack(
+                self.source_scale()
+            ).tolist()  # float32 numbers come back from JSON as they were
+            write_json(path, {"windows": windows, "scale": scale})
+        try:
+            keys, values = found = torch.tensor(read_record(path, "scale")["scale"], dtype=torch.float32)
+            whole = found.shape[1:] == (self.geometry.layers, self.geometry.heads) and bool((found > 0).all())
+        except (TypeError, ValueError, IndexError):
+            whole = False
+        if not whole:
             raise KvlibError(
-                f"{self.path(start)} is of other prompts than these: delete it and run its stage again"
+                f"{path} does not hold one scale per layer and KV head: delete it and run the stage again"
             )
-        prefix = PrefixCache(list(tensors["keys"]), list(tensors["values"]))
-        names = ("inputs", "forced", "hidden")
-        return prefix, {f: Reference(*(tensors[f"{f}.{name}"] for name in names)) for f in self.forcings}
-
-    def caches(self, prompts: list[int]) -> PrefixCache:
-        """The source's caches of these prompts, whatever batches they are in; one batch is in memory at a time."""
-        rows: dict[int, tuple[list, list]] = {}
-        for start in self.starts:
-            wanted = [n for n in prompts if start <= n < start + self.batch_prompts]
-            if wanted:
-                prefix, _ = self.batch(start)
-                for n in wanted:
-                    one = prefix.select(slice(n - start, n - start + 1)).clone()
-                    rows[n] = one.keys, one.values
-        join = [[torch.cat(layers) for layers in zip(*(rows[n][kind] for n in prompts))] for kind in (0, 1)]
-        return PrefixCache(*join)
-
-    def _fits(self, tensors: dict[str, torch.Tensor], count: int, tokens: int) -> bool:
-        """Whether these are the tensors of `count` prompts, and every number of them is finite."""
-        cached, steps = self.prefix_tokens - 1, tokens - self.prefix_tokens
-        names = [f"{forcing}.{name}" for forcing in self.forcings for name in ("inputs", "forced", "hidden")]
-        if set(tensors) != {"keys", "values", *names}:
-            return False
-        keys, values = tensors["keys"], tensors["values"]  # (L, B, H, T, D)
-        fit = (
-            keys.ndim == 5
-            and keys.shape == values.shape
-            and (keys.shape[1], keys.shape[3]) == (count, cached)
-        )
-        fit = fit and all(tensors[name].shape[:2] == (count, steps) for name in names)
-        return fit and all(tensor.isfinite().all() for tensor in tensors.values())
+        return keys, values

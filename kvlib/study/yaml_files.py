@@ -53,6 +53,17 @@ def override(values: dict, key: str, value) -> None:
     values[last] = value
 
 
+def merge(base: dict, changes: dict) -> dict:
+    """`base` with `changes`, section by section; a section of another `kind` replaces the whole of the base's."""
+    merged = dict(base)
+    for key, value in changes.items():
+        below = merged.get(key)
+        sections = isinstance(below, dict) and isinstance(value, dict)
+        same_kind = sections and value.get("kind", below.get("kind")) == below.get("kind")
+        merged[key] = merge(below, value) if same_kind else value
+    return merged
+
+
 def describe_error(error: ValidationError) -> str:
     """The first finding of a validation, as one sentence."""
     # A misspelt key is both unknown and missing: the unknown one is what was written.

@@ -1,9 +1,11 @@
 """The book's prose as far as it depends on the records: whatever the numbers are, it says what is so."""
 
+from kvlib.report.prose.differences import difference_facts
 from kvlib.report.prose.evidence import evidence_facts, evidence_headline
 from kvlib.report.prose.evidence_map import evidence_map_facts
 from kvlib.report.prose.making import confirmation_facts, pair_facts, screening_facts
 from kvlib.report.prose.pages import colophon_facts, front_facts
+from kvlib.report.prose.planning import plan_facts
 from kvlib.report.prose.results import (
     final_facts,
     latency_facts,
@@ -18,6 +20,7 @@ from kvlib.report.prose.trust import trust_facts
 __all__ = [
     "colophon_facts",
     "confirmation_facts",
+    "difference_facts",
     "evidence_facts",
     "evidence_headline",
     "evidence_map_facts",
@@ -27,6 +30,7 @@ __all__ = [
     "pair_facts",
     "paired_tests",
     "paired_verdict",
+    "plan_facts",
     "screening_facts",
     "speed_facts",
     "step_facts",

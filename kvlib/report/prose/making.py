@@ -17,8 +17,16 @@ def pair_facts(pair: dict) -> dict[str, str]:
     target, source, loss, gate = pair["target"], pair["source"], pair["held_out_nll"], pair["gate"]
     pruning, parts, corpus = pair["pruning"], pair["partitions"], pair["corpus"]
     if pruning is None:
-        made = f"The source is {source['name']} as it is published; nothing was pruned."
+        made = f"The source is {source['name']} as it was found; nothing was pruned."
+        unseen = "no map has seen"
+        by_layer = "Nothing was pruned for this run, so there is no loss to follow from layer to layer."
     else:
+        unseen = "neither the pruning nor any map has seen"
+        by_layer = (
+            "A source that is pruned from the target carries a rotated and narrower copy of its residual stream. After every "
+            "layer the chart compares the two: the share of the target's energy, its sum of squares, that the source's stream "
+            "misses, and the share of the MLP's energy that lies in the neurons that were kept."
+        )
         made = (
             f"The source was made from the target in {duration(pair['pruning_seconds'])}, out of "
             f"{pruning['calibration_tokens']:,} "
@@ -36,6 +44,10 @@ def pair_facts(pair: dict) -> dict[str, str]:
         "source_made": made,
         "cache_shape": f"{target['layers']} layers × {target['kv_heads']} KV heads × "
         f"{target['head_dim']} numbers",
+        "widths": _widths(target, source),
+        "unseen": unseen,
+        "layer_by_layer": by_layer,
+        "texts": _texts(pair),
         "target_nll": number(loss["target"], 2),
         "source_nll": number(loss["source"], 2),
         "nll_tokens": f"{loss['tokens']:,}",
@@ -52,6 +64,24 @@ def pair_facts(pair: dict) -> dict[str, str]:
         "partition_count": count(len(parts)),
         "articles_used": f"{sum(p['articles'] for p in parts.values()):,}",
     }
+
+
+def _widths(target: dict, source: dict) -> str:
+    if target["hidden_size"] == source["hidden_size"]:
+        return "Its hidden width is the target's too, and still every activation in the source is its own."
+    return "Its hidden width differs, so nothing else about the two caches need agree: every activation in the source is its own."
+
+
+def _texts(pair: dict) -> str:
+    """Which partitions were drawn from which text, where the corpus has several."""
+    drawn: dict[str, list[str]] = {}
+    for name, part in pair["partitions"].items():
+        if part["text"] is not None:
+            drawn.setdefault(part["text"], []).append(name.replace("_", "-"))
+    sentences = [f"from the text {text}: {join(names)}" for text, names in drawn.items()]
+    if not sentences:
+        return "Every partition is drawn from this one text."
+    return f"Each partition was drawn from one text ({'; '.join(sentences)}), and a document that two texts share stands in the first alone."
 
 
 def screening_facts(screening: dict) -> dict[str, str]:

@@ -12,7 +12,9 @@ from kvlib.report.tables.making import (
     models,
     partitions,
     read_layers,
+    texts,
 )
+from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
 from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
@@ -50,12 +52,17 @@ __all__ = [
     "partitions",
     "paths",
     "pipeline",
+    "plan_cards",
+    "plan_downloads",
+    "plan_memory",
+    "plan_stages",
     "prompts",
     "read_layers",
     "seeds",
     "step_parts",
     "steps",
     "targets",
+    "texts",
     "to_html",
     "unfold",
     "worst",

@@ -31,6 +31,15 @@ def models(pair: dict) -> pd.DataFrame:
         "parameters without the embeddings": "body_parameters",
         "number format": "dtype",
     }
+    if any(pair["revisions"].values()):
+        rows["commit on the hub"] = "revision"
+        pair = {
+            **pair,
+            **{
+                role: {**pair[role], "revision": commit or "a local folder"}
+                for role, commit in pair["revisions"].items()
+            },
+        }
     both = [(label, pair["target"][key], pair["source"][key]) for label, key in rows.items()]
     loss = pair["held_out_nll"]
     both.append(("loss on held-out text (nats per token)", loss["target"], loss["source"]))
@@ -54,6 +63,25 @@ def partitions(pair: dict) -> pd.DataFrame:
             "SHA-256": p["hash"][:16],
         }
         for name, p in sorted(pair["partitions"].items(), key=lambda item: order.get(item[0], len(order)))
+    ]
+    return pd.DataFrame(rows)
+
+
+def texts(pair: dict) -> pd.DataFrame:
+    """What was read of each text of a corpus that has several."""
+    rows = [
+        {
+            "text": text["text"],
+            "data set": text["name"],
+            "configuration": text["config"] or "",
+            "split": text["split"],
+            "commit": (text["revision"] or "")[:16],
+            "licence": text["licence"],
+            "documents read": text["documents"],
+            "kept": text["articles"],
+            "characters kept": text["characters"],
+        }
+        for text in pair["corpus"]["texts"]
     ]
     return pd.DataFrame(rows)
 

@@ -49,8 +49,8 @@ def sizes(cache_map: ResidualMap, prefixes: list[PrefixCache], target) -> pd.Dat
             )
             base = x if cache_map.base is None else cache_map.base.correct(layer, *x)
             for kind, new in enumerate(cache_map.correct(layer, *x, angles)):
-                cache[kind, layer] += x[kind].double().pow(2).sum()
-                correction[kind, layer] += (new.double() - base[kind].double()).pow(2).sum()
+                cache[kind, layer] += x[kind].double().pow(2).sum().cpu()
+                correction[kind, layer] += (new.double() - base[kind].double()).pow(2).sum().cpu()
     cache, correction = (cache / count).sqrt(), (correction / count).sqrt()
     rows = [
         (layer, name, float(cache[kind, layer]), float(correction[kind, layer]))

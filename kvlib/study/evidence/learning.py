@@ -102,7 +102,12 @@ def train_on(part: Trainer, whole: Trainer, task: Task, count: int, progress: Pr
     if part.finished(task) is None and count < len(whole.store.windows):
         part = replace(part, scale=part.store.source_scale())
         if task.arm.base == "ridge":
-            part = replace(part, ridge=part.store.fit_ridge(part.profile.screening.ridge_penalty))
+            part = replace(
+                part,
+                ridge=part.store.fit_ridge(
+                    part.profile.screening.ridge_penalty, next(part.target.parameters()).device
+                ),
+            )
     part.train(task, progress, note)
 
 

@@ -3,22 +3,24 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 import pandas as pd
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvlib.cache import prefill
-from kvlib.divergence import oracle_reference, path_divergence
+from kvlib.cache import PrefixCache, prefill
+from kvlib.divergence import Divergence, oracle_reference, path_divergence
 from kvlib.maps import CacheMap
+from kvlib.room import Room
 from kvlib.study.evidence.keeping import kept_scores
-from kvlib.study.models import load_pair_model
+from kvlib.study.lowering import room
+from kvlib.study.models import OneModel
 from kvlib.study.partitions import content_tokens, encode
 from kvlib.study.progress import Progress
-from kvlib.study.records import hash_json
-from kvlib.study.run import Run
+from kvlib.study.records import hash_json, read_tensors, write_tensors
+from kvlib.study.run import Run, device_of
 from kvlib.study.statistics import describe, paired
 
 PATHS = ("direct", "ridge", "learned")
@@ -73,6 +75,11 @@ class LengthPart:
     file: str
 
     @property
+    def source_file(self) -> str:
+        """Where the source's caches wait for the target."""
+        return f"source-{Path(self.file).stem}.safetensors"
+
+    @property
     def prompts(self) -> range:
         return range(self.start, self.start + len(self.tokens))
 
@@ -103,42 +110,70 @@ def length_parts(run: Run, articles: list, tokenizer: PreTrainedTokenizerBase) -
 def measure_lengths(
     run: Run, articles: list, tokenizer, maps: dict[str, CacheMap], work: Path, progress: Progress
 ) -> pd.DataFrame:
-    """One row per length, path and prompt (`COLUMNS`); the source and the target are loaded only where scores are missing.
+    """One row per length, path and prompt (`COLUMNS`); models are loaded only where scores are missing.
+
+    At every length one model passes over all prompts before the other is loaded; the source's caches wait on the disk.
 
     Args:
         articles: of the final partition, with `title` and `text`. maps: one for each of `PATHS`. work: for what is kept.
     """
-    steps, models, tables = run.profile.prompt.forced_steps, {}, []
-
-    def model(role: str):
-        if role not in models:
-            models[role] = load_pair_model(run, role)
-        return models[role]
-
+    steps, models, tables = run.profile.prompt.forced_steps, OneModel(run), []
+    maps = {name: cache_map.to(device_of(run.profile)) for name, cache_map in maps.items()}
     parts, settings = list(length_parts(run, articles, tokenizer)), run.profile.evidence
     asked = sum(n * length_units(length) for length, n in zip(settings.prefix_tokens, settings.prompts))
     progress.skip(asked - sum(len(part.tokens) * length_units(part.prefix_tokens) for part in parts))
-    for part in parts:
-        scores = kept_scores(
-            work / part.file, part.prompts,
-            lambda part=part: score_batch(model("source"), model("target"), part.tokens, steps, maps, part.start),
-            progress, len(part.tokens) * length_units(part.prefix_tokens),
-            f"{part.prefix_tokens} tokens, prompt {part.prompts.stop} of {part.drawn}", PATHS,
+    for length, group in groupby(parts, lambda part: part.prefix_tokens):
+        group = list(group)
+        fits = room(
+            run.stage("evidence"), f"prompts of {length} tokens", f"prompts of {length} tokens", len(group[0].tokens),
+            "leave this length out of evidence.prefix_tokens, or take a device with more memory", progress,
         )  # fmt: skip
-        tables.append(part.described(scores, tokenizer))
+        for part in group:
+            if not (work / part.file).exists() and not (work / part.source_file).exists():
+                keep_source(models.get("source"), part, work, fits)
+        for part in group:
+            scores = kept_scores(
+                work / part.file, part.prompts,
+                lambda part=part, fits=fits: score_batch(
+                    models.get("target"), work / part.source_file, part.tokens, steps, maps, part.start, fits
+                ),
+                progress, len(part.tokens) * length_units(length),
+                f"{length} tokens, prompt {part.prompts.stop} of {part.drawn}", PATHS,
+            )  # fmt: skip
+            (work / part.source_file).unlink(missing_ok=True)
+            tables.append(part.described(scores, tokenizer))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
 
 
 @torch.no_grad()
+def keep_source(source, part: LengthPart, work: Path, fits: Room) -> None:
+    """Write the source's caches of a part's prompts."""
+    ids = part.tokens.to(next(source.parameters()).device)
+    found = fits.over(len(ids), lambda few: prefill(source, ids[few, :-1]).to("cpu"))
+    tensors = {
+        name: torch.cat([torch.stack(getattr(cache, name)) for cache in found], 1)
+        for name in ("keys", "values")
+    }
+    write_tensors(work / part.source_file, tensors)
+
+
+@torch.no_grad()
 def score_batch(
-    source, target, prompts: torch.Tensor, steps: int, maps: dict[str, CacheMap], start: int
-) -> pd.DataFrame:
+    target, source_file: Path, prompts: torch.Tensor, steps: int, maps: dict[str, CacheMap], start: int, fits: Room
+) -> pd.DataFrame:  # fmt: skip
     """Path by path along native's greedy tokens: path, prompt, kl32, top1. prompts: (B, T); the first has number `start`."""
-    prefix = prefill(source, prompts[:, :-1])
-    reference = oracle_reference(target, prompts, steps)
+    device, tensors = next(target.parameters()).device, read_tensors(source_file)[0]
+
+    def measure(few: slice) -> dict[str, Divergence]:
+        prefix = PrefixCache(*([layer[few] for layer in tensors[name]] for name in ("keys", "values")))
+        prefix = prefix.to(device)
+        reference = oracle_reference(target, prompts[few].to(device), steps)
+        return {name: path_divergence(target, prefix, maps[name], reference) for name in PATHS}
+
+    parts = fits.over(len(prompts), measure)
     frames = []
     for name in PATHS:
-        found = path_divergence(target, prefix, maps[name], reference)
+        found = Divergence.cat([part[name] for part in parts])
         frames.append(
             pd.DataFrame(
                 {

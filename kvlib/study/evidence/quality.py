@@ -22,7 +22,7 @@ class SquareSums:
 
     def __init__(self, geometry: Geometry, paths):
         size = (geometry.layers, geometry.heads, geometry.head_dim)
-        self.sum, self.square = (torch.zeros(size, dtype=torch.float64) for _ in range(2))
+        self.sum, self.square = (torch.zeros(size, dtype=torch.float64) for _ in range(2))  # on the processor
         self.error = {path: torch.zeros(geometry.layers, dtype=torch.float64) for path in paths}
         self.count = 0
 
@@ -30,10 +30,10 @@ class SquareSums:
         """One batch: a tensor (B, H, T, D) per layer, of the target and of each path."""
         for layer, y in enumerate(own):
             y = y.double()
-            self.sum[layer] += y.sum((0, 2))
-            self.square[layer] += y.pow(2).sum((0, 2))
+            self.sum[layer] += y.sum((0, 2)).cpu()
+            self.square[layer] += y.pow(2).sum((0, 2)).cpu()
             for path, tensors in mapped.items():
-                self.error[path][layer] += (y - tensors[layer].double()).pow(2).sum()
+                self.error[path][layer] += (y - tensors[layer].double()).pow(2).sum().cpu()
         self.count += own[0].shape[0] * own[0].shape[2]
 
     def r2(self, path: str) -> list[float | None]:
@@ -96,13 +96,13 @@ def measure_quality(
     total = {path: torch.zeros(geometry.layers, dtype=torch.float64) for path in maps}
     start = 0
     for source, reference in batches:
-        part = tokens[start : start + source.batch]
+        part = tokens[start : start + source.batch].to(source.device)
         own = prefill(target, part[:, :-1])
         mapped = {path: cache_map.materialise(source, rotary) for path, cache_map in maps.items()}
         for kind, collected in sums.items():
             collected.add(getattr(own, kind), {path: getattr(cache, kind) for path, cache in mapped.items()})
         for path, found in attention_cosines(target, own, mapped, reference.inputs).items():
-            total[path] += found.mean(-1).sum(-1)
+            total[path] += found.mean(-1).sum(-1).cpu()
         start += source.batch
         progress.advance(
             source.batch * QUALITY_STEPS, f"caches compared over prompt {start} of {len(tokens)}"

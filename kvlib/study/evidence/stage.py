@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import pandas as pd
-from transformers import AutoConfig
 
 from kvlib.errors import KvlibError
 from kvlib.maps import CacheMap, DirectMap, load_map
@@ -21,7 +20,7 @@ from kvlib.study.evidence.lengths import length_units, measure_lengths, summaris
 from kvlib.study.evidence.power import final_differences, summarise_power
 from kvlib.study.evidence.quality import QUALITY_STEPS, measure_quality
 from kvlib.study.freezing import record_opening
-from kvlib.study.models import load_pair_tokenizer, place_of
+from kvlib.study.models import load_pair_config, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_record, read_table, sha256_file, write_table
@@ -62,7 +61,7 @@ def run_evidence(run: Run) -> dict:
     write_table(folder / "lengths.parquet", lengths)
     started = run.add_time(STAGE, started)
 
-    trainer, scorer = prepare(run, "confirm", pair, progress)
+    trainer, scorer = prepare(run, "confirm", pair, progress, asked_by=STAGE)
     learning = measure_learning(run, trainer, scorer, frozen, work, progress)
     write_table(folder / "learning.parquet", learning)
     started = run.add_time(STAGE, started)
@@ -72,14 +71,17 @@ def run_evidence(run: Run) -> dict:
     started = run.add_time(STAGE, started)
 
     write_table(folder / "singular_values.parquet", singular_values(maps["learned"]))
-    prefixes = [prefix for prefix, _ in scorer.batches]
-    write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
+    maps = {name: cache_map.to(scorer.device) for name, cache_map in maps.items()}
+    with scorer.stream() as batches:
+        prefixes = (prefix for prefix, _ in batches)
+        write_table(folder / "size.parquet", sizes(maps["learned"], prefixes, scorer.target))
     quality = work / "quality.parquet"
     if quality.exists():
         progress.skip(scorer.prompts * QUALITY_STEPS)
     else:
         tokens = partitions.tokens("confirm_validate", tokenizer)[:, : profile.prompt.prefix_tokens]
-        write_table(quality, measure_quality(scorer.target, tokens, scorer.batches, maps, progress))
+        with scorer.stream() as batches:
+            write_table(quality, measure_quality(scorer.target, tokens, batches, maps, progress))
     write_table(folder / "ridge.parquet", read_table(quality))
 
     return run.publish(
@@ -133,7 +135,7 @@ def summarise_tables(run: Run, windows: list[dict]) -> dict:
 def check_positions(run: Run) -> None:
     """Raises KvlibError when a length and its forced steps go beyond the target's positions."""
     longest, steps = max(run.profile.evidence.prefix_tokens), run.profile.prompt.forced_steps
-    limit = AutoConfig.from_pretrained(place_of(run, "target")).max_position_embeddings
+    limit = load_pair_config(run, "target").max_position_embeddings
     if longest + steps > limit:
         raise KvlibError(
             f"evidence.prefix_tokens holds {longest}, which is {longest + steps} positions with prompt.forced_steps, and the model "

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvlib.breakdown import PARTS
 from kvlib.cold import WAYS
@@ -15,7 +15,7 @@ from kvlib.maps import load_map
 from kvlib.modes import MARK
 from kvlib.study.latency import parts_key
 from kvlib.study.latency_tables import ORDER, crossovers, floor_rows, mode_rows, summarise
-from kvlib.study.models import place_of
+from kvlib.study.models import load_pair_config
 from kvlib.study.pipelining import PIPELINE_COLUMNS, PIPELINED, pipeline_medians
 from kvlib.study.timing import (
     BREAKDOWN_COLUMNS,
@@ -129,7 +129,7 @@ def _floor(records: Records, prefix_tokens: list[int]) -> list[dict]:
     """The floor from the target's shapes, which its configuration gives without its weights."""
     run, bandwidth = records.run, records.summary(STAGE)["memory_bandwidth_gb_s"]
     config, dtype = (
-        AutoConfig.from_pretrained(place_of(run, "target")),
+        load_pair_config(run, "target"),
         getattr(torch, run.profile.pair.dtype),
     )
     with torch.device("meta"):

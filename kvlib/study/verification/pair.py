@@ -11,6 +11,7 @@ from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import describe_corpus, describe_model, display_name
 from kvlib.study.folders import check_folder
 from kvlib.study.gate import worst
+from kvlib.study.models import REVISIONS
 from kvlib.study.pairing import PRUNING_COST, partition_requests, without_cost
 from kvlib.study.partitions import Partitions
 from kvlib.study.planning import plan_partitions
@@ -83,10 +84,12 @@ def check_pair(records: Records, check: Check) -> None:
     profile, partitions = run.profile, summary["partitions"]
     report = run.stage("pair") / "pruning.json"
     pruning = records.json("pair", report.name) if report.exists() else None
+    revisions = records.json("pair", REVISIONS)
     screen = partitions["screen_validate"]
     losses = summary["held_out_nll"]  # of the models: no record but this one holds them
     expected = {
         **{role: summary[role] for role in ROLES},  # by the check of the models
+        "revisions": {role: revisions[role] for role in ROLES},
         "pruning": without_cost(pruning),
         "held_out_nll": {
             **{role: losses[role] for role in ROLES},

@@ -5,7 +5,7 @@ import math
 
 from kvlib.cache import Geometry
 from kvlib.study.gate import GATE_PROMPTS, MODES, identity_maps
-from kvlib.study.records import parse_json
+from kvlib.study.records import hash_json, parse_json
 from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, OUTPUTS, STAGES, sequence
 from kvlib.study.screening import GATE_WINDOWS
 from kvlib.study.verification.checking import Check
@@ -37,6 +37,8 @@ def check_stages(records: Records, check: Check) -> None:
             made = records.made(stage)
             check.holds(isinstance(made["run"], str), f"{stage}/{MADE}, run: found no name")
             datetime.datetime.fromisoformat(made["created"])
+            if "settings" in made:  # records of earlier versions hold their hash alone
+                check.same(f"{stage}/{MADE}, settings", hash_json(made["settings"]), run.key(stage))
             took = made["duration_s"]
             check.holds(_is_number(took) and took >= 0, f"{stage}/{MADE}, duration_s: found {took!r}")
     if records.has("pair"):

@@ -1,0 +1,73 @@
+"""Tab completion: commands, options, notebooks, profiles, runs and the parameters of the notebook that was named."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvlib.study import execution
+from kvlib.study.parameters import script_parameters
+from kvlib.study.profile import profile_names
+from kvlib.study.run import Run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def complete(kvlib, tmp_path, monkeypatch):
+    """What a shell would offer for the last word of a line, with two runs in place."""
+    for name in ("mine", "other"):
+        Run.open("smoke", name, results=tmp_path / "results")
+
+    def offered(*words: str) -> list[str]:
+        monkeypatch.setenv("_KVLIB_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", shlex.join(["kvlib", *filter(None, words)]))
+        monkeypatch.setenv("COMP_CWORD", str(len(words)))
+        return kvlib()[1].split()
+
+    return offered
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (("sta",), ["status"]),
+        (("run", "--pro"), ["--profile"]),
+        (("run", "01"), ["01_screening"]),
+        (("params", "evi"), ["evidence"]),
+        (("run", "--run", ""), ["mine", "other"]),
+        (("run", "--run", "o"), ["other"]),
+        (("status", "mi"), ["mine"]),
+        (("compare", "mine", "o"), ["other"]),
+        (("book", ""), ["mine", "other"]),
+        (("clean", "m"), ["mine"]),
+        (("run", "01_screening", "-p", "rank"), ["rank_slice"]),
+        (("run", "01_screening", "-p", "steps", "40", "-p", "warm"), ["warmup_steps"]),
+        (("run", "01_screening", "-p", "steps", ""), []),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_words_are_completed(complete, words, offered):
+    assert complete(*words) == offered
+
+
+def test_every_profile_and_every_parameter_is_offered(complete):
+    assert complete("run", "--profile", "") == profile_names()
+    assert complete("arms", "--profile", "") == profile_names()
+    assert complete("run", "04_latency", "-p", "") == sorted(
+        script_parameters(execution.script_of("04_latency"))
+    )
+    assert {"seed", "rank_slice", "forcings"} <= set(complete("run", "-p", ""))
+
+
+def test_a_shell_gets_its_answer_from_the_installed_command(tmp_path):
+    environment = {
+        **os.environ, "_KVLIB_COMPLETE": "complete_bash", "COMP_WORDS": "kvlib run --profile la", "COMP_CWORD": "3",
+        "KVLIB_HOME": str(tmp_path),
+    }  # fmt: skip
+    command = [sys.executable, "-c", "from kvlib.cli import main; main()"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["laptop"], done.stderr
