@@ -181,6 +181,26 @@ def schedule(
     return rounds
 
 
+@dataclass(frozen=True, eq=False)
+class MadeCaches:
+    """The source's caches, made before the target was loaded: for a device that does not hold both models.
+
+    caches: of each prompt, over the longest prefix, in the host's memory. They stand in for a source that is never timed.
+    """
+
+    caches: list[PrefixCache]
+
+    @classmethod
+    def of(cls, source, prompts: torch.Tensor) -> "MadeCaches":
+        """prompts: token ids (N, T); the caches are over the first T − 1."""
+        made = (prefill(source, prompts[n : n + 1, :-1]) for n in range(len(prompts)))
+        return cls([cache.check_finite("the source").to("cpu") for cache in made])
+
+    def over(self, prompt: int, tokens: int, device: torch.device) -> PrefixCache:
+        """Its first `tokens` positions: the cache of a shorter prefix, since a position sees none after it."""
+        return self.caches[prompt].slice(tokens).clone().to(device)
+
+
 @torch.no_grad()
 def measure(
     target,
@@ -193,6 +213,7 @@ def measure(
     """Time every path at one prefix length.
 
     Args:
+        source: a model, or `MadeCaches` of these prompts where no round is cold.
         rounds: from `schedule`. prompts: token ids (N, T).
         progress: called after each clock, warm-ups included, with the path's name and its residency, and with
             ("source", "prefill") after a resident cache was made.
@@ -201,7 +222,13 @@ def measure(
     Raises: KvlibError when models, prompts and maps do not fit, or the source's cache is not finite.
     """
     check_prompt(target, prompts)
-    check_prompt(source, prompts)
+    made = isinstance(source, MadeCaches)
+    if not made:
+        check_prompt(source, prompts)
+    elif any(residency == "cold" for one in rounds for _, residency, _ in one.clocks):
+        raise KvlibError(
+            "cold rounds and caches made beforehand given, expected a source model: give one, or no cold rounds"
+        )
     if prompts.shape[1] < 2:
         raise KvlibError("prompts of 1 token given, expected at least 2: the cache covers all but the last")
     for path in {path for one in rounds for path, _, _ in one.clocks if path.cache_map is not None}:
@@ -212,7 +239,8 @@ def measure(
         prompt = prompts[one.prompt : one.prompt + 1]
         if one.prompt != held:
             prefix = None  # let the last one go before the next is made
-            prefix, held = prefill(source, prompt[:, :-1]), one.prompt
+            cached, held = prompt[:, :-1], one.prompt
+            prefix = source.over(held, cached.shape[1], prompt.device) if made else prefill(source, cached)
             prefix.check_fits(target, "the source's cache").check_finite("the source")
             report("source", "prefill")
         for path, residency, repetition in one.clocks:

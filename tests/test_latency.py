@@ -280,7 +280,7 @@ def wide_target(folder):
     return target
 
 
-def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None, length=30):
+def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None, length=30, source=None):
     target = target or tiny_llama()
     maps = maps or maps_for(target)
     modes = timing.other_ways(config, maps, None)[0]
@@ -288,7 +288,7 @@ def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None
     places = {"target_folder": folder / "target", "map_files": map_files or {}}
     result = timing.measure_latency(
         target,
-        copy.deepcopy(target),
+        source or copy.deepcopy(target),
         maps,
         modes,
         tokens(3, length),

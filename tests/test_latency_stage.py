@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 import torch
-from test_latency import latency_config, maps_for, run_stage, wide_target
+from test_latency import latency_config, maps_for, run_stage, tokens, wide_target
 from tiny import tiny_llama
 
 from kvlib import KvlibError, save_map
@@ -12,6 +12,7 @@ from kvlib.breakdown import PARTS
 from kvlib.compiled import NO_COMPILER, no_compiler
 from kvlib.floor import cache_bytes, floor_ms, step_bytes
 from kvlib.geometry import Geometry
+from kvlib.latency import MadeCaches
 from kvlib.memory import resident_bytes
 from kvlib.modes import mode_paths, split_name
 from kvlib.study import timing
@@ -53,6 +54,22 @@ def test_ways_that_a_map_cannot_take_are_left_out_with_the_reason():
     )
 
 
+def test_caches_made_before_the_target_was_loaded_are_timed_as_the_sources_own(tmp_path):
+    """For a device that holds one model at a time: the same tokens, and no source is ever asked for."""
+    settings = {"repetitions": [3, 2], "cold_repetitions": [0, 0], "pipeline_repetitions": []}
+    config, source = latency_config(**settings), tiny_llama()
+    assert not timing.times_the_source(config)
+    assert timing.times_the_source(latency_config(**settings | {"cold_repetitions": [0, 1]}))
+    made = MadeCaches.of(source, tokens(3, 30)[:, :24])
+    ours = run_stage(tmp_path / "ours", config, source=source).raw
+    theirs = run_stage(tmp_path / "theirs", config, source=made).raw
+    which = ["prefix_tokens", "path", "repetition", "prompt", "token"]
+    assert ours[which].equals(theirs[which]) and set(ours["residency"]) == {"resident"}
+    cold = latency_config(**settings | {"cold_repetitions": [1, 0]})
+    with pytest.raises(KvlibError, match="cold rounds and caches made beforehand"):
+        run_stage(tmp_path / "cold", cold, source=made)
+
+
 def test_other_ways_run_in_the_rounds_of_the_paths_and_read_no_source_again(tmp_path):
     config = latency_config(modes=["materialised", "in_place"], repetitions=[4, 2], cold_repetitions=[2, 1])
     raw = run_stage(tmp_path, config, maps=maps_for(tiny_llama(), "linear")).raw
@@ -67,8 +84,8 @@ def test_other_ways_run_in_the_rounds_of_the_paths_and_read_no_source_again(tmp_
         assert len(group) == 7 and group["path"].nunique() == 7, repetition
     found = raw.groupby("path")["mode"].unique().map(list)
     assert found["learned@materialised"] == ["materialised"] and found["learned@in_place"] == ["in_place"]
-    for tokens, group in raw[raw["path"].str.startswith("learned")].groupby(["prefix_tokens", "prompt"]):
-        assert group["token"].nunique() == 1, tokens  # the same map gives the same token, whichever way
+    for length, group in raw[raw["path"].str.startswith("learned")].groupby(["prefix_tokens", "prompt"]):
+        assert group["token"].nunique() == 1, length  # the same map gives the same token, whichever way
 
 
 def test_rows_are_of_paths_alone_and_modes_of_other_ways_alone(tmp_path):

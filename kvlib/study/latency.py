@@ -1,6 +1,7 @@
 """Stage 04: time to first token and peak memory of the frozen maps, on real tokens."""
 
 import time
+from functools import partial
 
 import torch
 
@@ -9,19 +10,19 @@ from kvlib.cache import PrefixCache
 from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler
 from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry, rotary_of
-from kvlib.latency import TargetPath, memory_bandwidth_gb_s
+from kvlib.latency import MadeCaches, TargetPath, memory_bandwidth_gb_s
 from kvlib.maps import load_map
 from kvlib.study.describing import environment
 from kvlib.study.gate import gates
 from kvlib.study.latency_tables import crossovers, floor_rows, mode_rows, summarise
-from kvlib.study.models import load_pair_model, load_pair_tokenizer, place_of
+from kvlib.study.models import OneModel, load_pair_model, load_pair_tokenizer, place_of
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.pipelining import pipeline_medians
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
 from kvlib.study.run import Run, device_of
 from kvlib.study.screening import check_fingerprint
-from kvlib.study.timing import latency_units, measure_latency, other_ways
+from kvlib.study.timing import latency_units, measure_latency, other_ways, times_the_source
 
 MAPS = ("ridge", "learned")
 
@@ -37,9 +38,13 @@ def run_latency(run: Run) -> dict:
     maps = {name: load_map(file, pair=recorded_fingerprint(pair)) for name, file in files.items()}
     prefixes = load_partitions(run).tokens("latency", load_pair_tokenizer(run)).to(device_of(run.profile))
     maps = {name: cache_map.to(prefixes.device) for name, cache_map in maps.items()}  # before any clock runs
-    target, source = load_pair_model(run, "target"), load_pair_model(run, "source")
-    for role, model in (("target", target), ("source", source)):
-        check_fingerprint(pair, role, model)
+    models = OneModel(run, partial(check_fingerprint, pair))
+    if times_the_source(config):
+        source = load_pair_model(run, "source")
+        check_fingerprint(pair, "source", source)
+    else:  # one model after the other: what fits a card that does not hold both
+        source = MadeCaches.of(models.get("source"), prefixes[:, : max(config.prefix_tokens)])
+    target = models.get("target")
     device, dtype = next(target.parameters()).device, next(target.parameters()).dtype
     modes, left_out = other_ways(config, maps, no_compiler(device))
     progress = Progress("latency", latency_units(config, maps, modes, len(prefixes)))

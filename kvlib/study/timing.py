@@ -67,6 +67,11 @@ def broken_down(config: Latency) -> list[int]:
     return sorted({config.prefix_tokens[0], config.prefix_tokens[-1]}) if config.breakdown else []
 
 
+def times_the_source(config: Latency) -> bool:
+    """Whether a clock runs while the source reads: then it has to be in memory beside the target."""
+    return any(config.cold_repetitions) or any(config.pipeline_repetitions)
+
+
 def latency_units(
     config: Latency, maps: dict[str, CacheMap], modes: list[TargetPath], prefixes: int
 ) -> float:
@@ -99,6 +104,7 @@ def measure_latency(
     """Time all paths at every length and probe their memory; what an earlier call with this key did is kept.
 
     Args:
+        source: a model, or `MadeCaches` of the prefixes where nothing `times_the_source`.
         maps: those of `ridge` and `learned`, by these names. modes: from `other_ways`. prefixes: real tokens (N, the longest or more).
         folder: where each length is kept as soon as it is measured, and each probe as soon as it is taken.
         key: stands for everything that the times depend on. progress: made for `latency_units`.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 from kvlib.study.plan.memory import Peak
 from kvlib.study.profile import Profile
+from kvlib.study.timing import times_the_source
 
 Overrides = dict[str, object]
 
@@ -23,7 +24,11 @@ def smaller(profile: Profile, stage: str) -> Iterator[Overrides]:
     if stage == "latency":
         lengths = profile.latency.prefix_tokens
         shorter = [{}, *({"latency.prefix_tokens": lengths[:n]} for n in range(len(lengths) - 1, 0, -1))]
-        choices = itertools.product(formats, shorter)
+        resident: list[Overrides] = [{}]
+        if times_the_source(profile.latency):
+            none = [0] * len(lengths)
+            resident.append({"latency.cold_repetitions": none, "latency.pipeline_repetitions": none})
+        choices = itertools.product(formats, shorter, resident)
     elif stage in ("screening", "confirmation"):
         pieces = _halves(profile.training.micro_batch or profile.training.prompts_per_step)
         steps: list[Overrides] = [{}, *({"training.micro_batch": n} for n in pieces)]
@@ -66,6 +71,6 @@ def said(settings: Overrides) -> str:
 
 
 def _said(key: str, value) -> str:
-    if isinstance(value, list):  # latency's other lists have an entry for each of its lengths
+    if key == "latency.prefix_tokens":  # latency's other lists have an entry for each of its lengths
         return f"{key} to {value} and latency's other lists to as many entries"
     return f"{key} to {str(value).lower() if isinstance(value, bool) else value}"

@@ -8,6 +8,7 @@ from kvlib.study.plan import memory
 from kvlib.study.plan.bench import LOSS_PROMPTS, Bench
 from kvlib.study.plan.memory import FLOAT32, Peak
 from kvlib.study.store import WINDOWS_AT_ONCE
+from kvlib.study.timing import times_the_source
 
 PRUNING_CHUNK = 4  # windows that go through a layer together
 
@@ -116,13 +117,19 @@ def _final_peaks(bench: Bench) -> list[Peak]:
 
 
 def _latency_peaks(bench: Bench) -> list[Peak]:
-    """Both models and the longest source cache are there before any clock starts: that is what is measured."""
+    """Both models, where the source is timed too, and the longest source cache are there before any clock starts."""
     longest = max(bench.profile.latency.prefix_tokens)
     target, source = bench.runner("target"), bench.runner("source")
-    both = target.shape.weight_bytes(target.dtype) + source.shape.weight_bytes(source.dtype)
+    both = target.shape.weight_bytes(target.dtype)
+    alone = []
+    if times_the_source(bench.profile.latency):
+        both += source.shape.weight_bytes(source.dtype)
+    else:
+        alone = [memory.prefill(source, 1, longest, hidden=False)]
     cache = target.shape.cache_bytes(1, longest, target.dtype)
     native = memory.prefill(target, 1, longest, hidden=True)
     return [
+        *alone,
         replace(_gate_peak(bench, 1, longest, 0), weights=both),
         replace(native, phase=f"native, {longest:,} tokens", weights=both, caches=native.caches + cache),
         # stock attention grows its cache by copying it, other ways write a corrected one
