@@ -78,11 +78,11 @@ class Steps:
 class Floor:
     """The products of a step, given the lengths of its prefixes."""
 
-    def __init__(self, target, head: torch.Tensor, size: Size, affine: bool, warm: bool, features: int):
+    def __init__(self, target, head: torch.Tensor, size: Size, warm: bool, features: int):
         config, self.geometry = target.config, Geometry.of(target)
         self.rows, self.steps = PROMPTS * size.forced, size.forced
         self.group = config.num_attention_heads // self.geometry.heads
-        self.affine, self.warm, self.features = affine, warm, features
+        self.warm, self.features = warm, features
         self.choice: dict = {}
         if not warm:
             self.linears = FrozenLinears(target, self.rows)
@@ -117,23 +117,21 @@ class Floor:
         x, y = torch.randn(self.rows, width), torch.randn(self.rows, vocabulary)
         found += [lambda x=x: self.head.times(x)] * 2 + [lambda y=y: self.head.back(y)]
         heads, dim, rows = self.geometry.heads, self.geometry.head_dim, self.group * self.steps
-        for length in lengths:
-            q, k = torch.randn(heads, rows, dim), torch.randn(heads, length, dim)
+        for length in (
+            lengths
+        ):  # a quadratic map is affine in [x, f(x)]: twice as wide, and no longer a matter of its own
+            q, k = torch.randn(heads, rows, self.features), torch.randn(heads, length, self.features)
             p = torch.rand(heads, rows, length)
             wide, narrow = (self._attention(*pair) for pair in ((q, k.mT), (p, k)))
             found += ([wide] * 2 + [narrow] * 2) * self.geometry.layers
-            if not self.affine:  # the corrected keys and values have gradients
-                found += [lambda p=p, q=q: p.mT @ q] * (2 * self.geometry.layers)
         q, k = torch.randn(PROMPTS * heads, rows, dim), torch.randn(PROMPTS * heads, self.steps, dim)
         s = torch.rand(PROMPTS * heads, rows, self.steps)
         one = [lambda: q @ k.mT, lambda: s @ k] * 2 + [lambda: s.mT @ q] * 2
         found += one * self.geometry.layers
-        if self.affine:  # one matrix before and behind attention, its input's gradient and its own
-            m = torch.randn(heads, dim, dim)
-            x = torch.randn(heads, PROMPTS * rows, dim)
-            found += [lambda: x @ m, lambda: x @ m, lambda: x.mT @ x] * (2 * self.geometry.layers)
-        else:
-            found += self._map_products(sum(lengths))
+        # one matrix before and behind attention, its input's gradient and its own
+        m, x = torch.randn(heads, dim, self.features), torch.randn(heads, PROMPTS * rows, dim)
+        y = torch.randn(heads, PROMPTS * rows, self.features)
+        found += [lambda: x @ m, lambda: y @ m.mT, lambda: x.mT @ y] * (2 * self.geometry.layers)
         return found
 
     def _map_products(self, positions: int) -> list:
@@ -178,10 +176,10 @@ def measure(target, head, store: WindowStore, size: Size) -> list[dict]:
     draw, rows, timings = random.Random(0), [], {}
     for phase in ("warmup", "kl"):
         for arm, settings in ARMS.items():
-            warm, affine = phase == "warmup", not settings
-            features = store.geometry.head_dim * (1 if affine else 2)
+            warm = phase == "warmup"
+            features = store.geometry.head_dim * (2 if settings else 1)
             step, plain = (Steps(target, head, store, size, settings, warm, plain) for plain in (False, True))
-            floor = Floor(target, head, size, affine, warm, features)
+            floor = Floor(target, head, size, warm, features)
             cuts = []
 
             def same_cuts(cuts=cuts):
