@@ -68,7 +68,7 @@ def run(
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import HOME_VARIABLE, Run
+    from kvlib.study.run import HOME_VARIABLE, Run, device_of
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
     how = Settings.from_environment(
@@ -92,6 +92,8 @@ def run(
     run = settings.name if run is None else run
     folder = run_folder_of(run)
     values = values_by_script(chosen, texts)
+    if how.executor == "local":
+        device_of(settings)  # that there is one; a cluster's cards are not this machine's
     started = time.monotonic()
     with run_lock(folder):
         execution.remove_leftovers(run)

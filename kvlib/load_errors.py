@@ -82,8 +82,10 @@ def load_error(error: BaseException, place, expected: str, remedy: str = "") -> 
         return KvlibError(
             f"{place} is not on this disk as a whole, expected {expected}: run again with a network, {by_hand}"
         )
-    after = f"; {remedy}" if remedy else ""
-    said = first_line(error).rstrip(".").replace(". ", "; ")
+    said = first_line(error).rstrip(".:").replace(". ", "; ")
+    if "backend tokenizer" in said:
+        said, remedy = "its tokenizer files are missing or cut short", "download it again"
+    after = f"; {remedy or 'correct it, or download it again'}"
     return KvlibError(f"{place} given, expected {expected}: {said}{after}")
 
 

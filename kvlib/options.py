@@ -89,7 +89,10 @@ AddressOption = Annotated[
 ]
 GpusOption = Annotated[
     float | None,
-    typer.Option("--gpus-per-unit", help="what share of a GPU each worker of Ray gets; 1 when left out"),
+    typer.Option(
+        "--gpus-per-unit",
+        help="what share of a GPU each worker of Ray gets, where the run is on GPUs; 1 when left out",
+    ),
 ]
 ThreadsOption = Annotated[
     int | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
-from kvlib.options import PairsOption, RunOption, profile_names_like
+from kvlib.options import PairsOption, RunOption, profile_names_like, run_folder_of
 from kvlib.terminal import short, table
 
 
@@ -41,6 +41,8 @@ def plan(
     from kvlib.study.plan.rows import DOWNLOAD_COLUMNS, STAGE_COLUMNS, download_rows, stage_rows
     from kvlib.study.records import write_json
 
+    if run is not None:
+        run_folder_of(run)  # a name that no run can have
     pairs = [pair.split("=", 1) for pair in parameter or []]
     overrides = {key: parse_value(text) for key, text in pairs}
     made = plan_run(profile, lambda settings: device_for(settings, device), run=run, overrides=overrides)

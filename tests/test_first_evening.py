@@ -78,6 +78,10 @@ def test_offline_with_nothing_cached_says_so(hub_cache):
 
 def test_the_command_line_says_what_is_missing_in_one_line_and_status_2(kvlib, hub_cache):
     status, _, said = kvlib("run", "--profile", "paper")
+    assert (
+        status == 2 and "device cuda given, but torch" in said
+    )  # before access is asked for and anything fetched
+    status, _, said = kvlib("fetch", "--profile", "paper")
     assert status == 2 and "meta-llama/Llama-3.1-8B is not on this disk and HF_HUB_OFFLINE is set" in said
 
 

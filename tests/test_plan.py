@@ -83,7 +83,7 @@ def test_a_folder_is_read_instead_of_the_list(tmp_path):
 
 def test_an_unknown_hub_id_is_refused_with_what_to_do(tmp_path):
     pair = load_profile("smoke").pair
-    for name, remedy in (("nobody/nothing", "download it first"), (str(tmp_path), "restore its config.json")):
+    for name, remedy in (("nobody/nothing", "download it first"), (str(tmp_path), "config.json is missing")):
         given = pair.model_copy(update={"target": HubModel(kind="hub", id=name)})
         refused(lambda given=given: shape_of(given, "target"), match=remedy)
 
@@ -346,3 +346,27 @@ def test_the_page_names_every_card_and_every_stage(study):
             peaks, abs=0.05
         )
     assert tables.plan_downloads(plans["h100"])["download"].tolist()[:2] == [LLAMA, MINITRON]
+
+
+@pytest.mark.parametrize("damage", ["no config", "cut", "a shard short"])
+def test_a_folder_that_a_run_would_refuse_is_not_planned_for(kvlib, study, tmp_path, damage):
+    folder = tmp_path / "model"
+    tiny_llama().save_pretrained(folder, max_shard_size="20KB" if damage == "a shard short" else "1GB")
+    weights = sorted(folder.glob("*.safetensors"))
+    if damage == "no config":
+        (folder / "config.json").unlink()
+    elif damage == "cut":
+        weights[0].write_bytes(weights[0].read_bytes()[:100])
+    else:
+        weights[-1].unlink()
+    status, _, err = kvlib("plan", str(study), "--device", "h100", "-p", "pair.target.id", str(folder))
+    assert status == 2 and str(folder) in err and "download it again" in err
+
+
+def test_a_plan_is_not_made_for_a_run_or_a_path_that_cannot_be(kvlib, study):
+    for run in ("../x", "", ".hidden"):
+        status, _, err = kvlib("plan", str(study), "--device", "h100", "--run", run)
+        assert status == 2 and "expected a plain folder name" in err
+    status, _, err = kvlib("plan", str(study), "--device", "h100", "-p", "pair.target.id", "/nowhere/model")
+    assert status == 2 and "expected a folder that is there or a hub id" in err
+    assert device_named("H100") == device_named("h100")

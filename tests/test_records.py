@@ -1,5 +1,6 @@
 """Records are whole or absent, hashes are stable, one writer at a time, progress can be read while it moves."""
 
+import json
 import math
 import os
 import subprocess
@@ -145,3 +146,17 @@ def test_progress_tells_the_time_left_from_fresh_work_only(tmp_path, monkeypatch
     progress.advance(4, "the end")
     assert read_progress(path)["done"] == 10 and read_progress(path)["note"] == "the end"
     assert read_progress(tmp_path / "nowhere") is None
+
+
+def test_a_link_stays_a_link_and_what_is_no_file_is_left_alone(tmp_path):
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(real)
+    write_json(link, {"a": 1})
+    assert link.is_symlink() and json.loads(real.read_text())["a"] == 1
+    os.mkfifo(pipe)
+    for place, what in ((pipe, "a device or a pipe"), (tmp_path, "a folder")):
+        with pytest.raises(
+            KvlibError, match=f"is {what}, expected a file or a name that is free: name another"
+        ):
+            write_json(place, {"a": 1})
+    assert pipe.is_fifo() and {path.name for path in tmp_path.iterdir()} == {"real.json", "link.json", "pipe"}

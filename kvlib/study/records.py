@@ -38,8 +38,14 @@ def not_written(path: Path, error: Exception) -> KvlibError:
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
-    """Call `write` on a temporary file in the same folder, then rename it into place."""
-    path = Path(path)
+    """Call `write` on a temporary file in the same folder, then rename it into place; a link stays one, its file is replaced.
+
+    Raises: KvlibError where the file cannot be written, and for a path at which something is that is no file.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():  # a rename would put a file in the place of a device
+        what = "a folder" if path.is_dir() else "a device or a pipe"
+        raise KvlibError(f"{path} is {what}, expected a file or a name that is free: name another")
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

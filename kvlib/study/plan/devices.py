@@ -74,7 +74,7 @@ def device_named(name: str, path: Path = DEVICES_FILE) -> Device:
 
     Raises: KvlibError for a name that is none of these.
     """
-    known = _read(path)
+    known, name = _read(path), name.lower()
     if name == "auto":
         return found_device(path)
     if name == "cpu":

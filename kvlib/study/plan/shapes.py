@@ -8,7 +8,9 @@ from transformers import AutoConfig
 
 from kvlib.errors import KvlibError
 from kvlib.pair import first_line
+from kvlib.study.hub import check_files, local_folder
 from kvlib.study.profile import DATA
+from kvlib.study.run import home
 
 SHAPES_FILE = DATA / "shapes.yaml"
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -109,9 +111,14 @@ def shape_of_config(config, name: str) -> ModelShape:
 
 
 def _hub(model) -> ModelShape:
-    is_folder = Path(model.id).is_dir()
+    folder = local_folder(model.id, home())
+    is_folder = folder is not None
+    if is_folder:
+        check_files(folder)
     try:
-        config = AutoConfig.from_pretrained(model.id, revision=model.revision, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder or model.id, revision=model.revision, local_files_only=True
+        )
         return shape_of_config(config, model.id)
     except (OSError, ValueError) as error:
         known = {} if is_folder else known_shapes()

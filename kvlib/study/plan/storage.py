@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from kvlib.study.assets import load_assets
-from kvlib.study.models import cache_folder
+from kvlib.study.models import cache_folder, on_hub
 from kvlib.study.plan.bench import Bench
 from kvlib.study.plan.shapes import SHAPES_FILE, SIZES
 from kvlib.study.profile import Profile
@@ -32,7 +32,7 @@ def downloads(bench: Bench) -> list[Download]:
     found = []
     for role in ("target", "source"):
         model, shape = getattr(bench.profile.pair, role), getattr(bench, role)
-        if model.kind == "hub" and not Path(model.id).is_dir():
+        if on_hub(model):
             size = shape.weight_bytes(shape.stored)
             found.append(Download(model.id, size, is_cached(model.id, model.revision)))
         elif model.kind == "gguf":
