@@ -113,9 +113,10 @@ def compiled_code(tmp_path_factory):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items) -> None:
-    """Quick tests first, where there is one process; with several, all that need the smoke run go to one of them."""
-    items.sort(key=lambda item: "smoke_run" in item.fixturenames)
+def pytest_collection_modifyitems(config, items) -> None:
+    """Quick tests first, where there is one process; with several, one of them begins with all that need the smoke run."""
+    several = hasattr(config, "workerinput")
+    items.sort(key=lambda item: ("smoke_run" in item.fixturenames) != several)
     for item in items:
         group = SMOKE_GROUP if "smoke_run" in item.fixturenames else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
