@@ -31,7 +31,7 @@ evidence: setup
 # One process per core, four at most: each of them holds the libraries and a tiny model or two in memory.
 test: setup-test
 	@$(KVLIB) fetch
-	@.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+	@.venv/bin/python -m pytest -n auto --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 pdf: setup
 	@$(KVLIB) pdf $(or $(RUN),$(PROFILE))

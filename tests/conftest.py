@@ -30,7 +30,6 @@ TYPICAL_S = {
     "test_pdf.py": 40, "test_watch.py": 35, "test_completion.py": 15,
 }  # fmt: skip
 OTHERWISE_S = 8
-SMOKE_GROUP = "smoke run"  # of tests that one process runs, so that there is one smoke run
 
 
 @dataclass(frozen=True)
@@ -112,14 +111,26 @@ def compiled_code(tmp_path_factory):
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests stay in one process, and so do all files that need the smoke run: there is one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = file_of(nodeid)
+            return "smoke run" if "smoke_run" in (ROOT / "tests" / name).read_text() else name
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(config, items) -> None:
-    """Quick tests first, where there is one process; with several, one of them begins with all that need the smoke run."""
-    several = hasattr(config, "workerinput")
-    items.sort(key=lambda item: ("smoke_run" in item.fixturenames) != several)
-    for item in items:
-        group = SMOKE_GROUP if "smoke_run" in item.fixturenames else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Quick tests first, where there is one process; with several, one of them begins with the files of the smoke run."""
+    if hasattr(config, "workerinput"):
+        with_smoke = {item.path.name for item in items if "smoke_run" in item.fixturenames}
+        items.sort(key=lambda item: item.path.name not in with_smoke)
+    else:
+        items.sort(key=lambda item: "smoke_run" in item.fixturenames)
 
 
 def pytest_configure(config) -> None:
@@ -147,7 +158,6 @@ class TimeLeft:
             self._begin(ids)
 
     def _begin(self, ids: list[str]) -> None:
-        ids = [plain_id(nodeid) for nodeid in ids]
         known = self.config.cache.get("kvlib/durations", {}) if hasattr(self.config, "cache") else {}
         by_file = Counter(file_of(nodeid) for nodeid in ids)
         for nodeid in ids:
@@ -157,7 +167,7 @@ class TimeLeft:
         self._say(f"{len(ids)} tests{shared}, about {self._minutes()}")
 
     def pytest_runtest_logreport(self, report) -> None:
-        nodeid = plain_id(report.nodeid)
+        nodeid = report.nodeid
         self.took[nodeid] = self.took.get(nodeid, 0.0) + report.duration
         if report.when == "teardown":
             self.left.pop(nodeid, None)
@@ -179,13 +189,6 @@ class TimeLeft:
         if terminal is not None:
             terminal.ensure_newline()
             terminal.write_line(f"    {sentence}")
-
-
-def plain_id(nodeid: str) -> str:
-    """A test's name without the group that pytest-xdist puts behind it."""
-    for group in (SMOKE_GROUP, file_of(nodeid)):
-        nodeid = nodeid.removesuffix(f"@{group}")
-    return nodeid
 
 
 def file_of(nodeid: str) -> str:
