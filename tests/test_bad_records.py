@@ -41,7 +41,7 @@ from kvlib.study.stages import (
 RUN = dict(zip(STAGES, (run_pair, run_screening, run_confirmation, run_frozen_evaluation, run_latency)))
 # Every file that a run leaves is of one of these kinds; a test below holds the list against the folder.
 FILES = [
-    "run.json", "pair/key.json", "pair/partitions.json", "pair/layers.parquet", "pair/pruning.json",
+    "run.json", "pair/key.json", "pair/revisions.json", "pair/partitions.json", "pair/layers.parquet", "pair/pruning.json",
     *(f"pair/{folder}" for folder in ("articles/*.arrow", "articles/state.json", "articles/dataset_info.json")),
     *(f"pair/{role}/{file}" for role in ("target", "source")
       for file in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")),
@@ -276,10 +276,9 @@ def test_windows_of_another_stage_are_filled_anew(whole, run):
     shutil.rmtree(run.stage("confirmation") / "arms")
     for path in run.stage("screening").glob("windows-*/*"):
         shutil.copy(path, next(run.stage("confirmation").glob("windows-*")) / path.name)
-    write_json(
-        path := next(run.stage("confirmation").glob("windows-*/windows.json")),
-        {k: v for k, v in parse_json(path).items() if k != "seal"},
-    )  # sealed for this place: what is within it must tell
+    for name in ("windows.json", "scale.json"):  # sealed for this place: what is within them must tell
+        path = next(run.stage("confirmation").glob(f"windows-*/{name}"))
+        write_json(path, {k: v for k, v in parse_json(path).items() if k != "seal"})
     (run.stage("confirmation") / "summary.json").unlink()
     for stage in STAGES[:4]:
         RUN[stage](run)
