@@ -124,11 +124,7 @@ def lacking(folder: Path) -> str:
         return "config.json is missing"
     index = folder / INDEX
     try:
-        names = (
-            sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-            if index.is_file()
-            else [SINGLE]
-        )
+        names = shards(index) if index.is_file() else [SINGLE]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{INDEX} cannot be read ({type(error).__name__})"
     for number, name in enumerate(names, 1):
@@ -138,6 +134,11 @@ def lacking(folder: Path) -> str:
         if not tensors_of(path):
             return f"{name}{which} is cut short or no safetensors file"
     return ""
+
+
+def shards(index: Path) -> list[str]:
+    """The weight files that a model's index names, in order."""
+    return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
 
 
 def tensors_of(path: Path) -> dict[str, dict]:

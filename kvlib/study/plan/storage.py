@@ -1,12 +1,12 @@
 """What a run downloads, and what each stage keeps in its folder on disk, in bytes."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 from kvlib.study.assets import load_assets
+from kvlib.study.hub import INDEX, SINGLE, shards
 from kvlib.study.models import cache_folder, on_hub
 from kvlib.study.plan.bench import Bench
 from kvlib.study.plan.shapes import SHAPES_FILE, SIZES
@@ -15,7 +15,6 @@ from kvlib.study.profile import Profile
 FLOAT32 = SIZES["float32"]
 TOKEN = 8  # bytes of a token id
 CHARACTERS = 5  # per token of English, markup and hashes included
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def is_cached(name: str, revision: str | None) -> bool:
     index = at(INDEX)
     if index is None:
         return at(SINGLE) is not None
-    return all(at(file) for file in set(json.loads(Path(index).read_text())["weight_map"].values()))
+    return all(at(file) for file in shards(Path(index)))
 
 
 def windows_bytes(bench: Bench, windows: int) -> int:
