@@ -1,7 +1,6 @@
 """The executor of many: workers of Ray, each with the stage's models, that take one unit after another."""
 
 import contextlib
-import re
 import secrets
 import tempfile
 from collections import deque
@@ -189,10 +188,3 @@ class RayExecutor:
             with contextlib.suppress(RayError):
                 ray.kill(worker.actor)
         self.idle, self.pending = [], {}
-
-
-def _reason(error: RayError, last: bool) -> str:
-    """One line of Ray's, which says the most first; a trace of what could not start has its cause in the last line."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    lines = [line.strip() for line in plain.splitlines() if line.strip()] or [type(error).__name__]
-    return lines[-1 if last else 0].rstrip(".").replace(". ", ", ")
