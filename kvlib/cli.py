@@ -33,9 +33,10 @@ from kvlib.options import (
 from kvlib.planned import plan
 from kvlib.study.display import duration
 from kvlib.terminal import PairsCommand, run_app, say, short
+from kvlib.usage import Commands
 
 app = typer.Typer(
-    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    cls=Commands, add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Run the study's notebooks, build its book, look at its runs.",
 )  # fmt: skip
 

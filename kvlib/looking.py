@@ -31,7 +31,7 @@ def params(
     from kvlib.study.execution import script_of
     from kvlib.study.parameters import profile_keys, script_parameters
     from kvlib.study.profile import load_profile
-    from kvlib.study.standing import flat
+    from kvlib.study.yaml_files import flat
 
     script, settings = script_of(notebook), load_profile(profile or DEFAULT_PROFILE)
     keys, values = profile_keys(script), flat(settings.model_dump(mode="json"))

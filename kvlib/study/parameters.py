@@ -1,7 +1,6 @@
 """The parameters of a notebook script, and whether given values fit: papermill itself only warns."""
 
 import ast
-import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import nbformat
 import yaml
 from papermill import inspect_notebook
 
-from kvlib.errors import KvlibError
+from kvlib.errors import KvlibError, suggestion
 
 SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
@@ -195,9 +194,3 @@ def _example(kind: str) -> str:
     return examples.get(
         kind.replace("List", "list"), "[4, 8]" if kind.startswith(("list", "List")) else "null"
     )
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from kvlib.errors import KvlibError
-from kvlib.modes import WAYS
 from kvlib.study.inputs import (
     Count,
     DatasetCorpus,
@@ -22,10 +21,13 @@ from kvlib.study.inputs import (
     Strict,
     WikipediaCorpus,
 )
+from kvlib.study.names import DATA, profile_names
 from kvlib.study.yaml_files import describe_error, load_yaml, merge, override
+from kvlib.ways import WAYS
 
 # Models and texts have a file of their own; other files know them from here.
 __all__ = [
+    "DATA",
     "DatasetCorpus",
     "DatasetText",
     "GeneratedCorpus",
@@ -41,7 +43,6 @@ __all__ = [
     "profile_names",
 ]
 
-DATA = Path(__file__).resolve().parents[2] / "data"
 EXTENDS = "extends"
 
 
@@ -256,10 +257,6 @@ class Profile(Strict):
                 f"screening.ranks holds {max(self.screening.ranks)}, expected at most head_dim = {self.pair.target.head_dim}"
             )
         return self
-
-
-def profile_names() -> list[str]:
-    return sorted(path.stem for path in (DATA / "profiles").glob("*.yaml"))
 
 
 def _move_checkpoints(values: dict, planned: int) -> None:

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 
 from kvlib.errors import KvlibError
 from kvlib.maps.base import hash_tensors
+from kvlib.study.names import STAGES
 
 PARTIAL = ".partial-"  # prefix of temporary files; a killed run may leave some, and nothing ever reads them
 SEAL = "seal"
 RUN_RECORD = "run.json"
-STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 
 
 def not_written(path: Path, error: Exception) -> KvlibError:

@@ -53,6 +53,15 @@ def override(values: dict, key: str, value) -> None:
     values[last] = value
 
 
+def flat(values: dict, prefix: str = "") -> dict:
+    """Nested settings by dotted key."""
+    found = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
+
+
 def merge(base: dict, changes: dict) -> dict:
     """`base` with `changes`, section by section; a section of another `kind` replaces the whole of the base's."""
     merged = dict(base)
