@@ -70,6 +70,7 @@ def run(
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
     from kvlib.study.run import HOME_VARIABLE, Run, device_of
+    from kvlib.study.starting import check_start, tidy
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
     how = Settings.from_environment(
@@ -93,10 +94,11 @@ def run(
     run = settings.name if run is None else run
     folder = run_folder_of(run)
     values = values_by_script(chosen, texts)
+    check_start(from_here, run, values, reset)
     if how.executor == "local":
         device_of(settings)  # that there is one; a cluster's cards are not this machine's
     started = time.monotonic()
-    with run_lock(folder):
+    with tidy(folder), run_lock(folder):
         execution.remove_leftovers(run)
         if reset:
             execution.forget_parameters(run)

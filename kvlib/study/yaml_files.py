@@ -1,5 +1,6 @@
 """YAML that people write: read strictly, and what is wrong with it said in one sentence."""
 
+import re
 import reprlib
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from pydantic import ValidationError
 
 from kvlib.errors import KvlibError
 
+WANTED = re.compile(
+    r"^(Input|List|String|Dictionary) should (be|have|match) "
+)  # how pydantic says what it expects
 WITH_KIND = (("pair", "target"), ("pair", "source"), ("corpus",))
 
 
@@ -32,11 +36,11 @@ def load_yaml(path: Path) -> dict:
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise KvlibError(
-            f"profile {path} is no readable YAML: {reason}; compare it with data/profiles"
+            f"profile {path} is no readable YAML ({reason}), expected keys and values: compare it with data/profiles"
         ) from error
     if not isinstance(values, dict):
         raise KvlibError(
-            f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles"
+            f"profile {path} holds {type(values).__name__}, expected keys and values: compare it with data/profiles"
         )
     return values
 
@@ -88,7 +92,10 @@ def describe_error(error: ValidationError) -> str:
         return f"key {key!r} is missing: add it, as in the files in data"
     message = " ".join(found["msg"].removeprefix("Value error, ").split())
     if not key:
-        return message
-    return (
-        f"{key} is {reprlib.repr(found['input'])}, but {message[0].lower()}{message[1:]}: correct the value"
-    )
+        return message if ": " in message else f"{message}: correct the value"
+    given = f"{key} is {reprlib.repr(found['input'])}"
+    if wanted := WANTED.match(message):
+        more = "a value " if message[wanted.end() :].startswith(("greater", "less")) else ""
+        expected = message[wanted.end() :].replace(" after validation", "")
+        return f"{given}, expected {more}{expected}: correct the value"
+    return f"{given}, but {message[0].lower()}{message[1:]}: correct the value"
