@@ -143,7 +143,7 @@ def existing_run(run: str) -> Path:
     if not (folder / "run.json").exists():
         known = run_names("")
         raise KvlibError(
-            f"there is no run {run!r}, expected one of {', '.join(known) or 'none yet'}"
+            f"there is no run {run!r}, expected {'one of ' + ', '.join(known) if known else 'one that was begun, and none was yet'}"
             f"{suggestion(run, known)}; `python -m kvlib run --profile quick` makes one"
         )
     return folder

@@ -71,6 +71,7 @@ def chosen_arms(screening: Screening) -> list[Arm]:
         )
     if len(set(screening.arms)) != len(screening.arms) or len(screening.arms) < screening.select:
         raise KvlibError(
-            f"{len(set(screening.arms))} different arms given, expected at least screening.select = {screening.select}, each once: name more, or lower screening.select"
+            f"{len(set(screening.arms))} different arms given, expected at least screening.select = "
+            f"{screening.select}, each once: name more, or lower screening.select"
         )
     return [arms[name] for name in screening.arms]

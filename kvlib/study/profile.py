@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from kvlib.errors import KvlibError
+from kvlib.errors import KvlibError, suggestion
 from kvlib.study.inputs import (
     Count,
     DatasetCorpus,
@@ -22,7 +22,7 @@ from kvlib.study.inputs import (
     WikipediaCorpus,
 )
 from kvlib.study.names import DATA, profile_names
-from kvlib.study.yaml_files import describe_error, load_yaml, merge, override
+from kvlib.study.yaml_files import describe_error, flat, load_yaml, merge, override
 from kvlib.ways import WAYS
 
 # Models and texts have a file of their own; other files know them from here.
@@ -289,13 +289,16 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
-        raise KvlibError(f"profile {name}: {describe_error(error)}") from error
+        unknown = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "extra_forbidden"]
+        known = [key for key in flat(values) if key not in given]
+        near = suggestion(unknown[0], known) if unknown and unknown[0] in given else ""
+        raise KvlibError(f"profile {name}: {describe_error(error)}{near}") from error
 
 
 def _values(name: str) -> dict:
     by_path = name.endswith((".yaml", ".yml"))
     unknown = KvlibError(
-        f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
+        f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file{suggestion(name, profile_names())}"
     )
     if not by_path and name not in profile_names():
         raise unknown
