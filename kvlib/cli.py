@@ -134,13 +134,13 @@ def evidence(
 ) -> None:
     """Ask more of the frozen map of a run that is finished, then build its book again."""
     from kvlib.study import execution
+    from kvlib.study.names import NOTEBOOKS, STAGES
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
     run = load_profile(profile or DEFAULT_PROFILE).name if run is None else run
     folder = existing_run(run)
-    profile = profile or profile_of(run)
+    profile = profile or profile_of(run) or DEFAULT_PROFILE
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
     started, script = time.monotonic(), execution.script_of(NOTEBOOKS["evidence"])
@@ -150,7 +150,7 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
-        opened = Run.open(profile_of(run), run, results=folder.parent)
+        opened = open_existing(run)
         if attacks:
             _attack(opened)
         if not all(opened.finished(stage) for stage in STAGES):
