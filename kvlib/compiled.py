@@ -49,6 +49,14 @@ def why_not_compiled(cache_map) -> str | None:
     return None
 
 
+def why_not_by_itself(cache_map, device: torch.device) -> str | None:
+    """None when a handoff that chooses for itself has the in-place correction compiled, else the reason in a few words."""
+    if not made_of_c(device):
+        return "compiling for a GPU takes most of a minute: ask for it with compiled=True"
+    why_not = why_not_compiled(cache_map) or no_compiler(device)
+    return why_not or _refusals().get(_kind(cache_map))
+
+
 def add_residual(x, rows, squares, right, turned, turned_right, cos, sin, normalise: bool) -> None:
     """x (B, H, T, D) += the low-rank residual, written out rank by rank for the compiler; float32 inside.
 
@@ -78,6 +86,18 @@ def add_residual(x, rows, squares, right, turned, turned_right, cos, sin, normal
 
 
 @functools.cache
+def _refusals() -> dict[tuple, str]:
+    """What the process's C compilers refused: only who asks for it by name has it tried again, on no clock of others."""
+    return {}
+
+
+def _kind(cache_map: ResidualMap) -> tuple:
+    weight = cache_map.key_left
+    made_from = (cache_map.residual, cache_map.features, cache_map.rank, cache_map.geometry.head_dim)
+    return (*compiler.command(), *made_from, weight.dtype)
+
+
+@functools.cache
 def _compiled() -> Callable:
     return torch.compile(add_residual)
 
@@ -102,6 +122,8 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
         correct_ = correction(cache_map, prefix, angles)
     except KvlibError as error:
         reason = str(error).partition(", expected")[0]
+        if made_of_c(prefix.device):
+            _refusals()[_kind(cache_map)] = reason
         raise KvlibError(
             f"compiled=True given, expected a C compiler with OpenMP, or Triton on a GPU ({reason}): install it, or leave "
             "compiled out"

@@ -46,14 +46,14 @@ class TargetPath:
     """One way to the target's first token.
 
     name: as in the records. way: "prefill" is native; "stock" is transformers' own attention on the source's
-    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled`.
+    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled` (None: as "auto" chooses).
     """
 
     name: str
     way: str
     cache_map: CacheMap | None = None
     mode: str = "auto"
-    compiled: bool = False
+    compiled: bool | None = None
 
     def __post_init__(self):
         if self.way not in WAYS or (self.way == "handoff") != (self.cache_map is not None):
@@ -82,11 +82,12 @@ def standard_paths(maps: dict[str, CacheMap]) -> list[TargetPath]:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """token: its id, on the host. mode: how it came about. cache: what decoding would go on with."""
+    """token: its id, on the host. mode: how it came about, compiled: by a compiled pass. cache: what decoding would go on with."""
 
     token: int
     mode: str
     cache: object
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Sample:
     handoff_ms: float | None
     mode: str
     token: int
+    compiled: bool = False
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
     The stock path is "materialised": transformers' cache grows by concatenation, so that a second, whole
     cache is written beside the one handed over.
     """
-    head, last = target.get_output_embeddings(), prompt[:, -1:]
+    head, last, compiled = target.get_output_embeddings(), prompt[:, -1:], False
     if path.way == "prefill":
         cache, mode = DynamicCache(), "prefill"
         positions = torch.arange(prompt.shape[1], device=prompt.device).unsqueeze(0)
@@ -129,8 +131,8 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
         options = {"check": False, "compiled": path.compiled}
         with handoff(target, prefix, path.cache_map, path.mode, **options) as active:
             logits = active.logits(last, last=True)
-        cache, mode = active.cache, active.mode
-    return FirstToken(int(logits[0, -1].argmax()), mode, cache)
+        cache, mode, compiled = active.cache, active.mode, active.compiled
+    return FirstToken(int(logits[0, -1].argmax()), mode, cache, compiled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,7 +254,7 @@ def measure(
                 samples.append(
                     Sample(
                         prompts.shape[1], path.name, residency, repetition, one.prompt, len(samples),
-                        ms, handoff_ms, result.mode, result.token,
+                        ms, handoff_ms, result.mode, result.token, result.compiled,
                     )
                 )  # fmt: skip
             del result  # a whole cache: not to be kept while the next path runs

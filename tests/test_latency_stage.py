@@ -14,7 +14,7 @@ from kvlib.floor import cache_bytes, floor_ms, step_bytes
 from kvlib.geometry import Geometry
 from kvlib.latency import MadeCaches
 from kvlib.memory import resident_bytes
-from kvlib.modes import mode_paths, split_name
+from kvlib.modes import ITSELF, mode_paths, split_name
 from kvlib.study import timing
 from kvlib.study.latency_tables import floor_rows, mode_rows, summarise
 from kvlib.study.pipelining import pipeline_medians
@@ -228,6 +228,22 @@ def test_without_a_compiler_the_compiled_way_is_left_out_and_says_so():
     assert [path.name for path in timing.probed(compiled)] == [
         "learned@in_place"
     ]  # no memory of a compiler at work
+
+
+def test_a_learned_path_that_is_compiled_itself_is_not_timed_a_second_time(tmp_path, compiled_code):
+    config, maps = latency_config(modes=["in_place", "compiled"]), maps_for(tiny_llama(), "quadratic")
+    assert timing.learned_is_compiled(maps, torch.device("cpu"))
+    assert not timing.learned_is_compiled(maps_for(tiny_llama(), "linear"), torch.device("cpu"))
+    paths, left_out = other_ways(config, maps, None, chosen_compiled=True)
+    assert [(path.name, path.compiled) for path in paths] == [("learned@in_place", False)]
+    assert left_out == [{"path": "learned", "mode": "compiled", "reason": ITSELF}]
+    measured = run_stage(tmp_path, config, maps=maps)
+    rows = {row["path"]: row for row in summarise(measured.raw, measured.memory, 0.9)}
+    assert (rows["learned"]["mode"], rows["learned"]["compiled"]) == ("in_place", True)
+    assert rows["learned"]["compile_seconds"] == 0.9
+    assert not rows["ridge"]["compiled"] and rows["ridge"]["compile_seconds"] is None
+    (way,) = {(row["mode"], row["compiled"]) for row in mode_rows(measured.raw, measured.memory, 0.9)}
+    assert way == ("in_place", False)
 
 
 def test_a_compiler_is_looked_for_before_it_is_needed(monkeypatch, tmp_path):

@@ -57,6 +57,8 @@ def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles) -> Callabl
             "precision: convert one of them"
         )
     turn = cache_map.features == "rope_stripped"
+    if turn and dim % 2:
+        raise KvlibError(f"heads of {dim} numbers given, expected an even count to turn: leave compiled out")
     defines = {
         "DIM": dim,
         "RANK": -(-cache_map.rank // GROUP) * GROUP,

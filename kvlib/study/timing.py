@@ -14,6 +14,7 @@ import torch
 
 import kvlib
 from kvlib.breakdown import breakdown
+from kvlib.compiled import why_not_by_itself
 from kvlib.errors import KvlibError
 from kvlib.latency import Round, Sample, TargetPath, measure, schedule, standard_paths
 from kvlib.maps import CacheMap
@@ -46,10 +47,16 @@ class Measured:
 
 
 def other_ways(
-    config: Latency, maps: dict[str, CacheMap], no_compiler: str | None
+    config: Latency, maps: dict[str, CacheMap], no_compiler: str | None, chosen_compiled: bool = False
 ) -> tuple[list[TargetPath], list[dict]]:
-    """(paths of the learned map's other ways that are timed, those left out and why)."""
-    return mode_paths(MODES_OF, maps[MODES_OF], config.modes, no_compiler)
+    """(paths of the learned map's other ways that are timed, those left out and why); arguments as for `mode_paths`."""
+    return mode_paths(MODES_OF, maps[MODES_OF], config.modes, no_compiler, chosen_compiled)
+
+
+def learned_is_compiled(maps: dict[str, CacheMap], device: torch.device) -> bool:
+    """Whether the learned path, which goes as a handoff chooses, is corrected in place by the compiled pass here."""
+    learned = maps[MODES_OF]
+    return learned.why_not_affine is not None and why_not_by_itself(learned, device) is None
 
 
 def probed(paths: list[TargetPath]) -> list[TargetPath]:
