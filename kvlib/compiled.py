@@ -108,8 +108,12 @@ def _ready() -> set:
     return set()
 
 
-def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callable, float]:
+def compiled_correction(
+    cache_map: ResidualMap, prefix, angles, keys_only: bool = False
+) -> tuple[Callable, float]:
     """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
+
+    keys_only: on a processor, leave the values as they are.
 
     torch.compile does so once per process, kind of map, batch and dtype; C is compiled once per kind of map, rank,
     head_dim and dtype, and kept in the user's cache folder. Later calls find it done.
@@ -118,8 +122,10 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
     """
     started = time.perf_counter()
     try:
-        correction = c_correction if made_of_c(prefix.device) else torch_correction
-        correct_ = correction(cache_map, prefix, angles)
+        if made_of_c(prefix.device):
+            correct_ = c_correction(cache_map, prefix, angles, keys_only=keys_only)
+        else:
+            correct_ = torch_correction(cache_map, prefix, angles)
     except KvlibError as error:
         reason = str(error).partition(", expected")[0]
         if made_of_c(prefix.device):

@@ -41,8 +41,9 @@ def handoff(
         mode: "absorbed" leaves the cache alone and applies the map inside attention; "in_place" corrects the prefix's
             own tensors, each layer right before it is first read; "background" begins absorbed and corrects them over
             the calls after the first; "materialised" corrects a copy. "auto" takes absorbed where the map allows it,
-            else in_place, on a processor by the compiled pass where there is one. Neither of the two that correct in place
-            leaves a cache corrected in some layers only.
+            else in_place, on a processor by the compiled pass where there is one; of a map whose values are affine that pass
+            corrects the keys alone, and attention absorbs the rest: such a cache is used up for good. None of these leaves
+            a cache corrected in some layers only.
         check: geometry, dtype, device, length and finite values; vocabulary and rotary embedding where the prefix's
             origin is known; finite logits. Leave it on unless the same prefix was checked before.
         source: the model, or its `Origin.identity`, that must have computed the prefix. None: any whose cache fits.
@@ -88,12 +89,14 @@ def handoff(
             reason = f"{reason}; corrected in place by the plain pass ({why})"
     elif compiled and asked == "auto" and mode == "absorbed":
         compiled, reason = False, f"{reason}; nothing is corrected in place, so nothing was compiled"
+    keys_only = bool(chosen and compiled and cache_map.value_affines is not None)
     if compiled:
         _check_compilable(cache_map, mode)
-        reason = f"{reason}; corrected in place by a pass compiled by {compiled_by(prefix.device)}"
+        what = "values absorbed, keys corrected" if keys_only else "corrected"
+        reason = f"{reason}; {what} in place by a pass compiled by {compiled_by(prefix.device)}"
     if mode in CORRECTING and check:
         guards.check_writable(prefix)
-    return Handoff(model, prefix, cache_map, mode, reason, check, bool(compiled), may_be_plain=chosen)
+    return Handoff(model, prefix, cache_map, mode, reason, check, bool(compiled), chosen, keys_only)
 
 
 def check_arguments(model, prefix, cache_map, mode) -> None:

@@ -93,7 +93,8 @@ class PipelinedHandoff(Handoff):
 
     def __init__(self, source, chosen: Handoff, chunk_tokens: int | None, check: bool):
         super().__init__(
-            chosen.model, chosen.prefix, chosen.map, chosen.mode, chosen.reason, check, chosen.compiled, chosen.may_be_plain
+            chosen.model, chosen.prefix, chosen.map, chosen.mode, chosen.reason, check,
+            chosen.compiled, chosen.may_be_plain, chosen.keys_only,
         )  # fmt: skip
         self.source, self.chunk_tokens = source, chunk_tokens
         self._arrivals = arrivals_for(self.prefix.device, len(self.prefix.keys))

@@ -23,7 +23,8 @@ class Handoff:
     """An active handoff. `mode` and `reason` say what was chosen and why; `cache` is the transformers cache.
 
     `compiled`: whether in-place corrections are; `compile_seconds`: what that took on entering, None where nothing was.
-    `may_be_plain`: whether the plain pass takes over, and `reason` says so, where the compiler refuses.
+    `may_be_plain`: whether the plain pass takes over, and `reason` says so, where the compiler refuses. `keys_only`:
+    whether that compiled pass corrects the keys alone, with the values' part absorbed into attention.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class Handoff:
         check=True,
         compiled=False,
         may_be_plain=False,
+        keys_only=False,
     ):
         self.model, self.prefix, self.map, self.mode, self.reason = model, prefix, cache_map, mode, reason
         self.check, self.compiled, self.compile_seconds, self.cache = check, compiled, None, None
-        self.may_be_plain = may_be_plain
+        self.may_be_plain, self.keys_only = may_be_plain, keys_only
         self.folding, self._restore = None, None
 
     def __enter__(self) -> "Handoff":
@@ -60,6 +62,8 @@ class Handoff:
         if self.mode in CORRECTING and cache_map.kind != "direct":
             angles = cache_map.angles(rotary, self.prefix)
             correct_ = self._compiled(cache_map, angles) if self.compiled else cache_map.correct_
+            if self.keys_only:
+                maps = [(IDENTITY, values) for values in cache_map.value_affines]
             self.folding = Folding(
                 self.prefix,
                 self.cache,
@@ -69,6 +73,7 @@ class Handoff:
                 correct_,
                 background=absorbs,
                 check=self.check,
+                keys_only=self.keys_only,
             )
         self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
         return self
@@ -76,11 +81,13 @@ class Handoff:
     def _compiled(self, cache_map: CacheMap, angles):
         """The correction compiled; `reason` says how long that took, or why the plain one has taken over."""
         try:
-            correct_, self.compile_seconds = compiled_correction(cache_map, self.prefix, angles)
+            correct_, self.compile_seconds = compiled_correction(
+                cache_map, self.prefix, angles, self.keys_only
+            )
         except KvlibError as error:
             if not self.may_be_plain:
                 raise
-            self.compiled = False
+            self.compiled = self.keys_only = False
             why = str(error.__cause__ or error).partition(", expected")[0]
             self.reason += f", which failed ({why}): the plain pass takes over"
             return cache_map.correct_

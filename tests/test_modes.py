@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvlib import DirectMap, handoff, prefill, products
 from kvlib.compiled import add_residual, torch_correction, why_not_compiled
 from kvlib.errors import KvlibError
+from kvlib.geometry import rotary_of
 from kvlib.linear import fast_linears, has_onednn, linear
 
 AFFINE = [fitted_ridge(), random_residual(), random_residual(base=fitted_ridge())]
@@ -127,7 +128,7 @@ def test_what_is_compiled_says_what_the_map_says(residual, features, by, monkeyp
     if by == "torch":
         monkeypatch.setattr("kvlib.compiled._compiled", lambda: add_residual)
         monkeypatch.setattr(
-            "kvlib.reading.compiled_correction", lambda *given: (torch_correction(*given), 0.0)
+            "kvlib.reading.compiled_correction", lambda *given: (torch_correction(*given[:3]), 0.0)
         )
     model, ids = tiny_llama(), tokens(2, 31)
     cache_map, prefix = random_residual(residual, features), prefill(tiny_llama(1), ids[:, :-1])
@@ -161,11 +162,26 @@ def test_what_cannot_be_absorbed_is_corrected_by_the_compiled_pass_and_says_so(c
     _, logits, active = decode(model, prefix, cache_map, "auto", ids[:, -1:], 3)
     assert active.mode == by_hand.mode == "in_place" and active.compiled and not by_hand.compiled
     assert active.compile_seconds > 0 and by_hand.compile_seconds is None
-    assert active.reason.startswith(
-        f"{cache_map.why_not_affine}; corrected in place by a pass compiled by the C"
-    )
+    said = "values absorbed, keys corrected in place by a pass compiled by the C compiler"
+    assert active.reason.startswith(f"{cache_map.why_not_affine}; {said}")
     assert by_hand.reason == cache_map.why_not_affine
     assert (logits - exact).abs().max() < 1e-4 and (plain - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("features", "residual"), [("rope_stripped", "linear"), ("own", "quadratic")])
+def test_keys_are_corrected_alone_only_where_the_values_can_be_absorbed(features, residual, compiled_code):
+    model, ids = tiny_llama(), tokens(2, 31)
+    cache_map, prefix = random_residual(residual, features), prefill(tiny_llama(1), ids[:, :-1])
+    source, copy = prefix.clone(), cache_map.materialise(prefix.clone(), rotary_of(model))
+    decode(model, prefix, cache_map, "auto", ids[:, -1:], 2)
+    absorbed = features == "rope_stripped"
+    for found, wanted in zip(prefix.values, source.values if absorbed else copy.values):
+        assert torch.equal(found, wanted) if absorbed else torch.allclose(found, wanted, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(prefix.keys, copy.keys))
+    assert prefix.corrected_by == ("partly applied residual" if absorbed else "residual")
+    refused(lambda: handoff(model, prefix, cache_map), match="has corrected already")
+    if absorbed:  # its keys and values no longer belong together
+        refused(lambda: handoff(model, prefix, DirectMap()), match="has corrected already")
 
 
 @pytest.mark.parametrize("mode", ["in_place", "materialised"])
@@ -199,7 +215,7 @@ def test_where_nothing_can_be_compiled_the_plain_pass_corrects_and_says_why(
 def test_a_compiler_that_refuses_is_tried_once_and_the_plain_pass_takes_over(monkeypatch):
     tried = []
 
-    def refusing(*given):
+    def refusing(*given, **options):
         tried.append(given)
         raise KvlibError("the C compiler refuses a name, expected code for this machine: name another")
 

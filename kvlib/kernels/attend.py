@@ -29,7 +29,9 @@ class Segment(ctypes.Structure):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> "Segment":
-        return cls(keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], keys.shape[2])
+        return cls(
+            keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3], keys.shape[2]
+        )
 
 
 class Step(ctypes.Structure):
@@ -56,7 +58,8 @@ def kernel(q: torch.Tensor, *cached: torch.Tensor) -> Callable | None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, *cached)):
         return None
     plain = all(
-        t.dtype == keys.dtype and t.device == q.device and t.stride(3) == 1 and t.shape[3] == dim for t in cached
+        t.dtype == keys.dtype and t.device == q.device and t.stride(3) == 1 and t.shape[3] == dim
+        for t in cached
     )
     return _compiled(dim, rows, STORED[keys.dtype]) if plain else None
 

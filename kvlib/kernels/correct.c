@@ -73,7 +73,7 @@ struct half {
 };
 
 struct layer {
-    struct half keys, values;
+    struct half keys, values;  /* no values, no x: they stay as they are */
     int64_t batches, heads, positions, threads;
     const real *cos, *sin;  /* (B, T, D), or NULL */
     int64_t angles;         /* from one prompt's to the next one's */
@@ -193,6 +193,6 @@ void correct(const struct layer *of) {
 #pragma omp parallel num_threads((int)of->threads)
     {
         correct_half(of, &of->keys, TURN);
-        correct_half(of, &of->values, 0);
+        if (of->values.x) correct_half(of, &of->values, 0);
     }
 }
