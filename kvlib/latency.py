@@ -153,6 +153,7 @@ def schedule(
     seed: int | str,
     resident_only: Sequence[TargetPath] = (),
     native_repetitions: int | None = None,
+    native_warmups: int | None = None,
 ) -> list[Round]:
     """Rounds in which every path appears once, in an order drawn anew each time.
 
@@ -165,6 +166,7 @@ def schedule(
         resident_only: more paths, in the same rounds, for which no source is read again.
         native_repetitions: of native prefill, evenly over the rounds: where it takes a thousand times as long as a
             handoff, the handoffs' medians need not rest on as few. None: as many as the others.
+        native_warmups: how many of the warm-ups native has, the last ones. None: all.
     """
     native_repetitions = repetitions if native_repetitions is None else native_repetitions
     draw, number = random.Random(seed), max(repetitions, cold_repetitions, native_repetitions)
@@ -172,7 +174,11 @@ def schedule(
     paths = [*paths, *resident_only]
     native = [path for path in paths if path.way == "prefill"]
     others = [path for path in paths if path.way != "prefill"]
-    rounds = [Round(0, [(path, "resident", None) for path in paths]) for _ in range(warmups)]
+    native_warmups = warmups if native_warmups is None else native_warmups
+    rounds = []
+    for i in range(warmups):
+        warmed = paths if i >= warmups - native_warmups else others
+        rounds.append(Round(0, [(path, "resident", None) for path in warmed]))
     rounds += [Round(n * min(prompts, number) // number, []) for n in range(number)]
     groups = ("resident", others, repetitions), ("resident", native, native_repetitions)
     for residency, group, count in (*groups, ("cold", handoffs, cold_repetitions)):
@@ -185,9 +191,9 @@ def schedule(
 
 @dataclass(frozen=True, eq=False)
 class MadeCaches:
-    """The source's caches, made before the target was loaded: for a device that does not hold both models.
+    """The source's caches, made once for all lengths; or before the target is loaded, where a device does not hold both models.
 
-    caches: of each prompt, over the longest prefix, in the host's memory. They stand in for a source that is never timed.
+    caches: of each prompt, over the longest prefix, in the host's memory.
     """
 
     caches: list[PrefixCache]
@@ -211,6 +217,7 @@ def measure(
     prompts: torch.Tensor,
     progress: Callable[[str, str], None] | None = None,
     afterwards: Callable[[torch.Tensor, PrefixCache], None] | None = None,
+    caches: MadeCaches | None = None,
 ) -> list[Sample]:
     """Time every path at one prefix length.
 
@@ -220,12 +227,13 @@ def measure(
         progress: called after each clock, warm-ups included, with the path's name and its residency, and with
             ("source", "prefill") after a resident cache was made.
         afterwards: called once with the last prompt (1, T) and its resident cache, when all clocks have run.
+        caches: of these prompts, or of what they begin, for the resident clocks. None: `source` makes them here.
 
     Raises: KvlibError when models, prompts and maps do not fit, or the source's cache is not finite.
     """
     check_prompt(target, prompts)
-    made = isinstance(source, MadeCaches)
-    if not made:
+    made = source if isinstance(source, MadeCaches) else caches
+    if not isinstance(source, MadeCaches):
         check_prompt(source, prompts)
     elif any(residency == "cold" for one in rounds for _, residency, _ in one.clocks):
         raise KvlibError(
@@ -242,7 +250,7 @@ def measure(
         if one.prompt != held:
             prefix = None  # let the last one go before the next is made
             cached, held = prompt[:, :-1], one.prompt
-            prefix = source.over(held, cached.shape[1], prompt.device) if made else prefill(source, cached)
+            prefix = made.over(held, cached.shape[1], prompt.device) if made else prefill(source, cached)
             prefix.check_fits(target, "the source's cache").check_finite("the source")
             report("source", "prefill")
         for path, residency, repetition in one.clocks:

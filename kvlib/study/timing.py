@@ -16,7 +16,7 @@ import kvlib
 from kvlib.breakdown import breakdown
 from kvlib.compiled import why_not_by_itself
 from kvlib.errors import KvlibError
-from kvlib.latency import Round, Sample, TargetPath, measure, schedule, standard_paths
+from kvlib.latency import MadeCaches, Round, Sample, TargetPath, measure, schedule, standard_paths
 from kvlib.maps import CacheMap
 from kvlib.memory import resident_bytes, run_probes
 from kvlib.modes import mode_paths
@@ -84,7 +84,7 @@ def latency_units(
 ) -> float:
     """What `measure_latency` will count on its `Progress` in all. modes: from `other_ways`. prefixes: how many there are."""
     paths = standard_paths(maps)
-    total = sum(_breakdown_units(tokens) for tokens in broken_down(config))
+    total = sum(_breakdown_units(tokens) for tokens in broken_down(config)) + _caches_units(config, prefixes)
     for index, tokens in enumerate(config.prefix_tokens):
         total += _length_units(_rounds(config, index, paths, modes, prefixes, seed=0), tokens)
         total += _pipeline_units(config, index)
@@ -126,6 +126,14 @@ def measure_latency(
     paths = standard_paths(maps)
     named = {path.name: path for path in paths}
     raw, parts, pipelines = [], [], []
+    files = [part_file(folder, key, f"{tokens:05d}") for tokens in config.prefix_tokens]
+    caches = source if isinstance(source, MadeCaches) else None
+    if caches is None and not all(file.exists() for file in files):
+        # once for all lengths: the cache of a shorter prefix is the longer one's beginning
+        caches = MadeCaches.of(source, prefixes[:, :longest])
+        progress.advance(_caches_units(config, len(prefixes)), "the source's caches")
+    else:
+        progress.skip(_caches_units(config, len(prefixes)))
     for index, tokens in enumerate(config.prefix_tokens):
         file, parts_file = (part_file(folder, key, f"{name}{tokens:05d}") for name in ("", "breakdown-"))
         rounds = _rounds(config, index, paths, modes, len(prefixes), seed=f"{seed}/{tokens}")
@@ -140,7 +148,7 @@ def measure_latency(
 
             samples = measure(
                 target, source, rounds, prefixes[:, :tokens], _reporter(progress, tokens),
-                take_apart if taken_apart else None,
+                take_apart if taken_apart else None, caches,
             )  # fmt: skip
             columns = [field.name for field in fields(Sample)]
             write_table(file, pd.DataFrame([asdict(sample) for sample in samples], columns=columns))
@@ -214,18 +222,27 @@ def _rounds(
 ) -> list[Round]:
     counts = {name: getattr(config, name)[index] for name in ("warmups", "repetitions", "cold_repetitions")}
     counts["native_repetitions"] = native_repetitions(config)[index]
+    if index == len(config.prefix_tokens) - 1:
+        # one of them is the gate's: it has read a prompt of this length with the target, in this process
+        counts["native_warmups"] = max(counts["warmups"] - 1, 0)
     return schedule(paths, prefixes, **counts, seed=seed, resident_only=modes)
 
 
 def _reporter(progress: Progress, tokens: int) -> Callable[[str, str], None]:
-    return lambda name, residency: progress.advance(
-        _units(name, residency, tokens), f"{tokens} tokens, {name}"
-    )
+    def report(name: str, residency: str) -> None:
+        if name != "source":  # its caches were made before
+            progress.advance(_units(name, residency, tokens), f"{tokens} tokens, {name}")
+
+    return report
 
 
 def _length_units(rounds: list[Round], tokens: int) -> float:
     clocks = [_units(path.name, residency, tokens) for one in rounds for path, residency, _ in one.clocks]
-    return sum(clocks) + _units("source", "prefill", tokens) * len({one.prompt for one in rounds})
+    return sum(clocks)
+
+
+def _caches_units(config: Latency, prefixes: int) -> float:
+    return prefixes * _units("source", "prefill", max(config.prefix_tokens))
 
 
 def _units(name: str, residency: str, tokens: int) -> float:
