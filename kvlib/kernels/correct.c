@@ -8,7 +8,7 @@
 
    Eight ranks stand side by side in 64 bytes, in one vector or more: of the features eight bytes at a time (two floats, one
    double) meet those of all eight ranks. A sum over D so stays in its rank's lanes until the end; there is no horizontal sum
-   per position and rank. Several positions at once hide the latency of the additions, and share each load of A and of B. */
+   per position and rank. Several positions at once hide the latency of the additions, and share each load of A. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -35,9 +35,8 @@ enum {
     WIDTH = (DIM + GROUP - 1) / GROUP * GROUP,
     VECTORS = WIDTH / LANES,
     AHEAD = 16,                           /* positions: how far ahead the cache is fetched */
-    BLOCK = 64,                           /* positions whose angles stay near the core while all heads use them */
-    TILE = BYTES == 64 ? 8 : 4,           /* positions at once: their sums fit into the registers */
-    FEW = VECTORS <= 4 ? 4 : VECTORS <= 8 ? 2 : 1 /* positions at once on the way back */
+    BLOCK = 512,                          /* positions whose angles stay near the core while all heads use them */
+    TILE = BYTES == 64 ? 8 : 4            /* positions at once: their sums fit into the registers */
 };
 
 #if STORED == 1
@@ -135,20 +134,16 @@ static inline __attribute__((always_inline)) void tile(
             for (int d = 0; d < WIDTH; d++) f[p][d] *= f[p][d];
         for (int block = 0; block < RANK / 8; block++) project(f, squares + block * STEPS * GROUP, z[block]);
     }
-    for (int start = 0; start < count; start += FEW) {
-        vector delta[FEW][VECTORS] = {{{0}}};
+    for (int p = 0; p < count; p++) {
+        vector delta[VECTORS] = {{0}};
         for (int r = 0; r < RANK; r++)
-            for (int k = 0; k < VECTORS; k++) {
-                const vector row = *(const vector *)(right + r * WIDTH + k * LANES);
-                for (int p = 0; p < FEW; p++) delta[p][k] += z[r / 8][start + p][r % 8 * STEP] * row;
-            }
-        for (int p = start; p < start + FEW && p < count; p++) {
-            real *change = (real *)delta[p - start];
-            if (turn) turn_by(change, cos + p * DIM, sin + p * DIM, -1);
-            for (int d = 0; d < DIM; d++) {
-                stored *one = x + p * position + d * element;
-                *one = written(read_one(*one) + change[d]);
-            }
+            for (int k = 0; k < VECTORS; k++)
+                delta[k] += z[r / 8][p][r % 8 * STEP] * *(const vector *)(right + r * WIDTH + k * LANES);
+        real *change = (real *)delta;
+        if (turn) turn_by(change, cos + p * DIM, sin + p * DIM, -1);
+        for (int d = 0; d < DIM; d++) {
+            stored *one = x + p * position + d * element;
+            *one = written(read_one(*one) + change[d]);
         }
     }
 }
@@ -180,11 +175,12 @@ static inline __attribute__((always_inline)) void correct_tile(
 /* A thread's part of keys or of values, block by block of positions, all heads of a block one after the other: called by each
    of a team. */
 static inline __attribute__((always_inline)) void correct_half(const struct layer *of, const struct half *half, int turn) {
-    const int64_t blocks = (of->positions + BLOCK - 1) / BLOCK;
+    const int64_t even = of->positions / (4 * of->threads) / TILE * TILE + TILE;  /* a few for each thread */
+    const int64_t block = even < BLOCK ? even : BLOCK, blocks = (of->positions + block - 1) / block;
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < of->batches * blocks * of->heads; i++) {
-        const int64_t head = i % of->heads, first = i / of->heads % blocks * BLOCK, batch = i / of->heads / blocks;
-        const int64_t last = first + BLOCK < of->positions ? first + BLOCK : of->positions;
+        const int64_t head = i % of->heads, first = i / of->heads % blocks * block, batch = i / of->heads / blocks;
+        const int64_t last = first + block < of->positions ? first + block : of->positions;
         for (int64_t start = first; start < last; start += TILE) correct_tile(of, half, batch, head, start, turn);
     }
 }
