@@ -60,7 +60,7 @@ def learned_is_compiled(maps: dict[str, CacheMap], device: torch.device) -> bool
 
 
 def probed(paths: list[TargetPath]) -> list[TargetPath]:
-    """Those whose memory is measured: not what is compiled, where a probe would see the compiler at work."""
+    """Those whose memory is measured: not what is compiled by name, where on a GPU a probe would see the compiler at work."""
     return [path for path in paths if not path.compiled]
 
 
