@@ -36,6 +36,12 @@ class Affine:
     def is_identity(self) -> bool:
         return self.dense is None and self.bias is None and self.left is None
 
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient of one of its parts is asked for."""
+        parts = (self.dense, self.bias, self.left, self.right)
+        return any(t is not None and t.requires_grad for t in parts)
+
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Map x (..., H, N, D); `weight` (..., H, N, 1) is the share of the bias that applies to each row."""
         rows = self._batched(x)
@@ -121,7 +127,7 @@ def two_segment_attention(
             max(1, QUERY_ROWS // group),
         )  # fmt: skip
     step = attend.kernel(q, prefix_keys, prefix_values, new_keys, new_values)
-    if step is not None:
+    if step is not None and not (torch.is_grad_enabled() and (key_map.learns or value_map.learns)):
         q = (q.float() * scaling).reshape(batch, heads, group, dim)
         read = q if key_map.is_identity else key_map.transpose(q)
         bias = None if key_map.bias is None else (q * key_map.bias.unsqueeze(-2)).sum(-1)

@@ -135,6 +135,17 @@ def test_where_it_does_not_apply_torch_attends():
         assert attend.kernel(*with_gradient) is not None
 
 
+def test_a_map_that_learns_has_its_gradient():
+    arguments, (keys, values) = tensors(1, 2, 2, 40, 1, 64), maps(2, 64)
+    for both in ((keys, IDENTITY), (IDENTITY, values)):
+        for one in both:
+            if one.bias is not None:
+                one.bias.requires_grad_()
+                result = two_segment_attention(*arguments, 0.125, *both)
+                assert torch.autograd.grad(result.sum(), one.bias)[0].abs().sum() > 0
+                one.bias.requires_grad_(False)
+
+
 def test_without_a_compiler_a_handoff_says_the_same(monkeypatch):
     model, ids = tiny_llama(), tokens(2, 40)
     prefix, logits = prefill(model, ids[:, :-1]), []
