@@ -101,9 +101,9 @@ def _one_thread(request):
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def compiled_code(tmp_path_factory):
-    """Compiled code is kept for these tests, and not among the user's."""
+    """Compiled code is kept for the tests, and not among the user's: a handoff may compile without being asked."""
     folder = tmp_path_factory.getbasetemp() / "compiled"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:

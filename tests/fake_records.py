@@ -437,6 +437,8 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
                         "repetitions": repetitions,
                         "peak_extra_bytes": int(extra) if residency == "resident" else None,
                         "mode": mode,
+                        "compiled": False,
+                        "compile_seconds": None,
                     }
                 )
                 raw += [
@@ -448,6 +450,7 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
                         "ms": ms,
                         "handoff_ms": ms if residency == "resident" else ms * 0.1,
                         "mode": mode,
+                        "compiled": False,
                     }
                     for i, ms in enumerate(times)
                 ]
@@ -505,6 +508,7 @@ def _latency_extras(rng, profile: Profile, rows: list, raw: list, memory: list) 
                     "ms": ms,
                     "handoff_ms": None,
                     "mode": way,
+                    "compiled": False,
                 }
                 for i, ms in enumerate(times)
             ]

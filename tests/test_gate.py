@@ -11,13 +11,13 @@ from kvlib.cache import Geometry, prefill
 from kvlib.maps import DirectMap, ResidualMap
 from kvlib.maps.residual import WEIGHTS
 from kvlib.study import gate as gate_module
-from kvlib.study.gate import MODES, agreement, gate, gates, identity_maps, worst
+from kvlib.study.gate import MODES, Native, agreement, gate, gates, identity_maps, worst
 
 
 @pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3_ROPE}, {"num_key_value_heads": 6}])
 def test_every_mode_and_map_kind_gives_natives_logits_back(changes):
     target = tiny_llama(**changes)
-    found = gate(target, tokens(6, 40), 30, tolerance=1e-3)
+    found = gate(target, Native.of(target, tokens(6, 40)), 30, tolerance=1e-3)
     assert found["passed"] and set(found["max_abs_difference"]) == set(MODES)
     assert set(found["by_map"]) == set(identity_maps(Geometry.of(target)))
     # 4 prompts, 11 tokens read, 5 maps of which 3 can be absorbed
@@ -25,7 +25,8 @@ def test_every_mode_and_map_kind_gives_natives_logits_back(changes):
 
 
 def test_a_prefix_of_all_there_is_reads_one_token():
-    assert gate(tiny_llama(), tokens(1, 40), 40, 1e-3)["comparisons"] == 101 * 13
+    target = tiny_llama()
+    assert gate(target, Native.of(target, tokens(1, 40)), 40, 1e-3)["comparisons"] == 101 * 13
 
 
 def test_a_cache_that_is_not_the_targets_own_fails_the_gate(monkeypatch):
@@ -39,7 +40,7 @@ def test_a_cache_that_is_not_the_targets_own_fails_the_gate(monkeypatch):
     with pytest.raises(
         KvlibError, match="the gate failed: the target's own cache handed back over 30 tokens"
     ):
-        gate(target, tokens(2, 40), 30, 1e-3)
+        gate(target, Native.of(target, tokens(2, 40)), 30, 1e-3)
 
 
 def learned_maps():
@@ -83,6 +84,7 @@ def test_a_way_that_gives_other_logits_fails(monkeypatch):
 def test_gates_are_one_per_length_that_the_prompts_have():
     found = gates(tiny_llama(), tokens(2, 40), [30, 8, 400], 4, 1e-3)
     assert [record["prefix_tokens"] for record in found] == [8, 30, 40]
+    assert [record["comparisons"] for record in found] == [2 * 101 * 13 * read for read in (5, 5, 1)]
     found[1]["max_abs_difference"]["absorbed"] = 1.0
     assert worst(found) is found[1]
 

@@ -1,5 +1,7 @@
 """Gates that a pair must pass before its figures mean anything, and how well its two models know held-out text."""
 
+from dataclasses import dataclass
+
 import torch
 
 from kvlib.cache import Geometry, PrefixCache, prefill
@@ -29,41 +31,59 @@ def identity_maps(geometry: Geometry) -> dict[str, CacheMap]:
     return {"direct": DirectMap(), "ridge": RidgeMap(eye, zero, eye, zero, penalty=0.0), **residuals}
 
 
+@dataclass(frozen=True, eq=False)
+class Native:
+    """The target's own pass over prompts (N, T): its cache, and final hidden states (N, T, C)."""
+
+    prompts: torch.Tensor
+    cache: PrefixCache
+    hidden: torch.Tensor
+
+    @classmethod
+    def of(cls, target, prompts: torch.Tensor) -> "Native":
+        """Of at most `GATE_PROMPTS` of the prompts."""
+        prompts = prompts[:GATE_PROMPTS].to(next(target.parameters()).device)
+        return cls(prompts, *prefill(target, prompts, return_hidden=True))
+
+    def over(self, tokens: int) -> "Native":
+        """The pass over the first `tokens` alone: no position sees any after it."""
+        return Native(self.prompts[:, :tokens], self.cache.slice(tokens), self.hidden[:, :tokens])
+
+
 @torch.no_grad()
-def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) -> dict:
+def gate(target, native: Native, prefix_tokens: int, tolerance: float) -> dict:
     """The target's own cache, taken out and put back through every map kind and handoff mode, against native's logits.
 
     The last prefix token is held back and read with the rest of the prompt, as every path does.
 
     Args:
-        prompts: (N, T); at most `GATE_PROMPTS` of them are used. prefix_tokens: of the T, those whose cache is handed
-            back, the held-back one included. tolerance: on logits, absolute.
+        native: the target's pass over (N, T). prefix_tokens: of the T, those whose cache is handed back, the held-back one
+            included. tolerance: on logits, absolute.
 
     Returns: {"prefix_tokens", "prompts", "comparisons" (logits compared), "max_abs_difference" by mode, "by_map",
         "logit_scale", "tolerance", "passed"}. Raises KvlibError when it does not pass.
     """
-    prompts = prompts[:GATE_PROMPTS].to(next(target.parameters()).device)
+    prompts = native.prompts
     prefix_tokens = min(prefix_tokens, prompts.shape[1])
-    cache, hidden = prefill(target, prompts, return_hidden=True)
     head, start = target.get_output_embeddings(), prefix_tokens - 1
-    native, inputs, own = head(hidden[:, start:]), prompts[:, start:], cache.slice(start)
+    wanted, inputs, own = head(native.hidden[:, start:]), prompts[:, start:], native.cache.slice(start)
     differences, by_map, comparisons = dict.fromkeys(MODES, 0.0), {}, 0
     for name, cache_map in identity_maps(Geometry.of(target)).items():
         for mode in MODES:
             if mode == "absorbed" and cache_map.why_not_affine:
                 continue
             with handoff(target, own.clone(), cache_map, mode) as active:
-                found = float((active.logits(inputs) - native).abs().max())
+                found = float((active.logits(inputs) - wanted).abs().max())
             differences[mode] = max(differences[mode], found)
             by_map[name] = max(by_map.get(name, 0.0), found)
-            comparisons += native.numel()
+            comparisons += wanted.numel()
     record = {
         "prefix_tokens": prefix_tokens,
         "prompts": len(prompts),
         "comparisons": comparisons,
         "max_abs_difference": differences,
         "by_map": by_map,
-        "logit_scale": float(native.abs().max()),
+        "logit_scale": float(wanted.abs().max()),
         "tolerance": tolerance,
         "passed": max(differences.values()) <= tolerance,
     }
@@ -79,11 +99,16 @@ def gate(target, prompts: torch.Tensor, prefix_tokens: int, tolerance: float) ->
 def gates(
     target, prompts: torch.Tensor, lengths, steps: int, tolerance: float, progress: Progress | None = None
 ) -> list[dict]:
-    """One gate per prefix length that the prompts have, shortest first, over `steps` forced tokens after each."""
+    """One gate per prefix length that the prompts have, shortest first, over `steps` forced tokens after each.
+
+    The target reads the prompts once, over the longest of these lengths, and the others are that pass's beginnings.
+    """
     known = sorted({min(length, prompts.shape[1]) for length in lengths})
-    found = []
+    native, found = Native.of(target, prompts[:, : known[-1] + steps]), []
     for length in known:
-        found.append(gate(target, prompts[:, : length + steps], length, tolerance))
+        found.append(
+            gate(target, native.over(min(length + steps, native.prompts.shape[1])), length, tolerance)
+        )
         if progress is not None:
             progress.advance(0, f"gate over {length} tokens passed")
     return found

@@ -291,7 +291,7 @@ def _absorbable(arm: dict) -> str:
         if arm["residual"] == "quadratic"
         else f"its {FEATURES[arm['features']]} features"
     )
-    return f"It is not affine in each head's own vector ({reason}), so it is applied in place."
+    return f"It is not affine in each head's own vector ({reason}), so attention cannot absorb it as a whole: it is applied in place."
 
 
 def _capital(text: str) -> str:
