@@ -15,7 +15,7 @@ from benches import KILLED_ARM, MeetingBench, Pretended, open_and_die_once, open
 from test_execution import alive, wait_for
 from tiny import refused
 
-from kvlib.study import execution
+from kvlib.study import execution, names
 from kvlib.study.arms import all_arms
 from kvlib.study.executors import Settings, cluster
 from kvlib.study.executors import ray as on_ray
@@ -338,7 +338,7 @@ print(sorted(name + "=" + os.environ[name] for name in os.environ if name.starts
 
 def test_the_commands_options_reach_the_kernel_and_make_no_other_notebook(kvlib, tmp_path, monkeypatch):
     (tmp_path / "00_test.py").write_text(NOTEBOOK)
-    monkeypatch.setattr(execution, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(names, "SCRIPTS", tmp_path)
     options = ("--executor", "ray", "--threads-per-unit", "1", "--workers", "2", "--gpus-per-unit", "0.5")
     status, _, said = kvlib("run", "00_test", "--profile", "smoke", *options)
     assert status == 0, said
