@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from kvlib.cache import PrefixCache, forward
+from kvlib.cache import PrefixCache, branch, forward
 from kvlib.errors import KvlibError
 from kvlib.guards import all_finite, check_prompt, kind_of, position_limit
 from kvlib.handoff import handoff
@@ -89,8 +89,7 @@ def both_references(target, prompts: torch.Tensor, continuation: torch.Tensor) -
     cache, state = _read(target, prompts)
     hidden, new = [state], continuation[:, :-1]
     if steps > 1:
-        # Appending concatenates: the oracle's cache shares these tensors and is not changed.
-        own = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+        own = branch(cache)
         positions = torch.arange(seen, seen + steps - 1, device=prompts.device).unsqueeze(0)
         with fast_linears(target):
             hidden.append(forward(target, new, own, positions))
