@@ -12,6 +12,7 @@ from kvlib.errors import KvlibError
 from kvlib.study.lowering import LOWERED, read_lowered
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import STAGES, hash_json, read_record, sha256_file, write_json
+from kvlib.study.shares import SHARES, read_shares
 
 NOTEBOOKS = dict(
     zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
@@ -191,6 +192,7 @@ class Run:
             "settings": self.settings(stage),  # so that one who changes them can be told what was changed
             "device": device_name(device_of(self.profile)),
             **({"lowered": lowered} if (lowered := read_lowered(folder)) else {}),
+            **({"shares": shares} if (shares := read_shares(folder, self.key(stage))) else {}),
             **(made or {}),
         }
         found = {
@@ -203,7 +205,8 @@ class Run:
         write_json(folder / MADE, made)
         write_json(folder / "summary.json", found)
         (folder / "spent.json").unlink(missing_ok=True)
-        (folder / LOWERED).unlink(missing_ok=True)
+        for name in (LOWERED, SHARES):
+            (folder / name).unlink(missing_ok=True)
         return {**made, **found}
 
     def add_time(self, stage: str, started: float) -> float:
