@@ -49,15 +49,13 @@ class LocalExecutor:
             )
 
     def __enter__(self) -> "LocalExecutor":
-        self.threads, self.stack = torch.get_num_threads(), contextlib.ExitStack()
-        self.stack.enter_context(torch_threads(self.settings.threads_per_unit or self.threads))
-        scratch = tempfile.TemporaryDirectory(prefix=f"{PARTIAL}local-", dir=self.run.folder)
-        self.scratch = Path(self.stack.enter_context(scratch))
-        self.stack.callback(self._dismiss)
+        self.threads, self.hired = torch.get_num_threads(), contextlib.ExitStack()
+        torch.set_num_threads(self.settings.threads_per_unit or self.threads)
         return self
 
-    def __exit__(self, *raised) -> None:
-        self.stack.__exit__(*raised)
+    def __exit__(self, *_) -> None:
+        self._dismiss()
+        torch.set_num_threads(self.threads)
 
     @cached_property
     def bench(self) -> Bench:
@@ -84,20 +82,26 @@ class LocalExecutor:
                 yield unit, self.bench.do(unit, self.progress)
 
     def _elsewhere(self, units: list[Unit], share: Share) -> Iterator[tuple[Unit, Done]]:
-        if self.crew is None or self.crew.errand.threads != share.threads:
-            self._dismiss()
-            errand = Errand(self.run, self.stage, self.pair, share.threads, self.open_bench)
-            self.crew = ProcessCrew(self.progress, self.scratch, share.workers, errand=errand)
-        self.crew.most = share.workers
-        named, unseen = {unit.name: unit for unit in units}, Progress("", 1, path=self.scratch / "read.json")
-        calls = [self.crew.call(unit.name, "do", (unit,)) for unit in units]
-        for call, _ in self.crew.answers(calls):
+        crew, named = self._crew(share), {unit.name: unit for unit in units}
+        unseen = Progress("", 1, path=crew.scratch / "read.json")
+        for call, _ in crew.answers([crew.call(unit.name, "do", (unit,)) for unit in units]):
             yield named[call.name], self.bench.do(named[call.name], unseen)  # it finds all in the records
 
+    def _crew(self, share: Share) -> ProcessCrew:
+        """Those of earlier units, where they have as many threads."""
+        if self.crew is None or self.crew.errand.threads != share.threads:
+            self._dismiss()
+            scratch = tempfile.TemporaryDirectory(prefix=f"{PARTIAL}local-", dir=self.run.folder)
+            place = Path(self.hired.enter_context(scratch))
+            errand = Errand(self.run, self.stage, self.pair, share.threads, self.open_bench)
+            self.crew = ProcessCrew(self.progress, place, share.workers, errand=errand)
+            self.hired.callback(self.crew.dismiss)
+        self.crew.most = share.workers
+        return self.crew
+
     def _dismiss(self) -> None:
-        if self.crew is not None:
-            self.crew.dismiss()
-            self.crew = None
+        self.hired.close()
+        self.crew = None
 
     def save(self, maps: dict[str, tuple[Task, float] | None], provenance: dict) -> None:
         self.bench.save(maps, provenance, self.progress)

@@ -1,4 +1,4 @@
-"""What a worker process is: `python -m` this file, a line of JSON for the stage, then one for every unit.
+"""What a worker process is: `python -m` this file with an errand's file, then a line of JSON for every unit.
 
 It ends when its standard input does, which is when the process that started it ends, however that ended.
 """
@@ -26,7 +26,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever a library prints is no answer
     lines: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(lines,), daemon=True).start()
-    worker = _worker(json.loads(lines.get()))
+    worker = _worker(json.loads(Path(sys.argv[1]).read_text()))
     _say(answers, {"ready": True})
     while True:
         asked = json.loads(lines.get())

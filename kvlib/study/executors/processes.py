@@ -15,7 +15,7 @@ from kvlib.study.progress import VARIABLE
 from kvlib.study.run import ROOT, Run
 
 MODULE = "kvlib.study.executors.process"  # what every worker runs
-ENDING_S = 10
+ENDING_S = 10  # for a process whose output has ended
 WORDS = 160  # characters of a dead worker's last line that are passed on
 
 
@@ -80,14 +80,15 @@ class ProcessCrew(Crew):
         own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self.errand.threads)}
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | own
         log = self.scratch / f"worker-{self.started}.log"
+        errand = self.scratch / "errand.json"
+        if not errand.exists():  # another may be reading it
+            errand.write_text(json.dumps(self.errand.record()))
         with open(log, "wb") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE], env=environment, bufsize=0, stdin=subprocess.PIPE,
+                [sys.executable, "-m", MODULE, str(errand)], env=environment, bufsize=0, stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=said,
             )  # fmt: skip
-        child = Child(process, log)
-        child.tell(self.errand.record())
-        return Hired(child)
+        return Hired(Child(process, log))
 
     def give(self, worker: Hired, call: Call) -> None:
         (unit,) = call.arguments
