@@ -250,6 +250,7 @@ def _screening(folder: Path, head: dict, rng, profile: Profile) -> list[dict]:
             "chosen": [
                 {k: g[k] for k in ("arm", "checkpoint_step", "scale", "kl32", "top1")} for g in chosen
             ],
+            "places": [{"arm": g["arm"], "lowest": g["arm"], "tied": []} for g in chosen[:2]],
             "finalists": [g["arm"] for g in chosen[:2]],
             "gates": GATES,
         },

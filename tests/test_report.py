@@ -218,6 +218,25 @@ def test_an_arm_that_broke_off_is_named(records):
     assert said.startswith("One arm broke off") and "ridge base" in said
 
 
+def test_the_reason_for_each_finalist_is_told(changed):
+    screening = changed["screening"]
+    assert "Place 1 goes to the lowest" in prose.screening_facts(screening)["places"]
+    rms, own = (
+        next(
+            arm["id"] for arm in screening["arms"] if arm["base"] == "direct" and arm["features"] == features
+        )
+        for features in ("rms", "own")
+    )
+    tied = [{"arm": own, "difference": 0.00125, "se": 0.0025}]
+    screening["places"][1] = {"arm": own, "lowest": rms, "tied": tied}
+    said = prose.screening_facts(screening)["places"]
+    assert "for place 2, one arm cannot be told from the lowest of the rest" in said
+    assert "0.0013 nats above it" in said or "0.0012 nats above it" in said
+    assert said.endswith("decided by what attention can absorb.")
+    screening["places"][1]["arm"] = rms
+    assert prose.screening_facts(screening)["places"].endswith("the lowest of the rest is taken.")
+
+
 def test_no_sentence_is_lost_when_one_forcing_was_not_run(changed):
     whole = prose.final_facts(changed["frozen_evaluation"]).keys()
     del changed["frozen_evaluation"]["forcing"]["text"]

@@ -265,6 +265,11 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"screening", "confirmation"},
         "finalists[0]",
     ),
+    "why a finalist has its place": (
+        edit(f"{SCREEN}/{SUMMARY}", set_at("places", 1, "lowest", "direct-linear-own-r8-lr0.003-w4")),
+        {"screening"},
+        "places[1].lowest",
+    ),
     "a chosen scale": (
         edit(f"{SCREEN}/{SUMMARY}", set_at("chosen", 2, "scale", 0.25)),
         {"screening"},

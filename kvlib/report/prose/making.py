@@ -10,6 +10,7 @@ from kvlib.report.wording import (
     percent,
     plural,
     signed,
+    small,
 )
 
 
@@ -119,7 +120,33 @@ def screening_facts(screening: dict) -> dict[str, str]:
             f"{top['checkpoint_step']} and scale {top['scale']:g}. {_edge(screening)}"
         ).strip(),
         "finalists": join([f"“{arm_label(arms[name])}”" for name in screening["finalists"]]),
+        "places": _places(screening, arms),
     }
+
+
+def _places(screening: dict, arms: dict[str, dict]) -> str:
+    """Which of the finalists are the lowest there were, and what decided where several could not be told apart."""
+    told = []
+    for ordinal, place in enumerate(screening["places"], 1):
+        tied, chosen = place["tied"], arms[place["arm"]]
+        if not tied:
+            told.append(f"place {ordinal} goes to the lowest, by more than a standard error")
+            continue
+        lowest = arms[place["lowest"]]
+        rest = "the lowest" if ordinal == 1 else "the lowest of the rest"
+        text = f"for place {ordinal}, {plural(len(tied), 'arm')} cannot be told from {rest} ({arm_label(lowest)})"
+        if chosen is lowest:
+            told.append(f"{text}, and {rest} is taken")
+            continue
+        own = next(tie for tie in tied if tie["arm"] == place["arm"])
+        reason = (
+            "fewer parameters" if absorbable(chosen) == absorbable(lowest) else "what attention can absorb"
+        )
+        told.append(
+            f"{text}; “{arm_label(chosen)}” is taken, {small(own['difference'])} nats above it with a standard error of "
+            f"{small(own['se'])}, decided by {reason}"
+        )
+    return f"{_capital('; '.join(told))}."
 
 
 def _edge(screening: dict) -> str:
@@ -211,8 +238,13 @@ def confirmation_facts(summary: dict, screening: dict) -> dict[str, str]:
     }
 
 
+def absorbable(arm: dict) -> bool:
+    """Whether an arm, as recorded, is affine in each head's own vector."""
+    return arm["residual"] == "linear" and arm["features"] == "own"
+
+
 def _absorbable(arm: dict) -> str:
-    if arm["residual"] == "linear" and arm["features"] == "own":
+    if absorbable(arm):
         return "It is affine in each head's own vector, so attention can absorb it."
     reason = (
         "a quadratic residual"
