@@ -98,7 +98,7 @@ ExecutorOption = Annotated[
     str | None,
     typer.Option(
         metavar="local|ray",
-        help="who trains the arms: this process, one after another (the default), or workers of Ray, many at once",
+        help="who trains the arms: this machine (the default), several at once on a processor, or workers of Ray",
     ),
 ]
 AddressOption = Annotated[
@@ -116,12 +116,16 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(
         "--threads-per-unit",
-        help="processor threads of each worker; on a processor, records are the same bytes at equal threads",
+        help="processor threads of each worker, the machine's shared out when left out; on a processor, records are the same "
+        "bytes at equal threads",
     ),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(help="the most workers of Ray at once; as many as there is room for when left out"),
+    typer.Option(
+        help="the most arms at once, each in a process of its own; as many as there are cores, memory and work for when left "
+        "out; 1 trains one after another"
+    ),
 ]
 RunArgument = Annotated[
     str, typer.Argument(help="the run's name, a folder under results/", autocompletion=run_names)

@@ -31,8 +31,13 @@ def command() -> list[str]:
 
 def why_not() -> str | None:
     """None when there is a C compiler that knows OpenMP and this processor, else the reason in a few words."""
+    return _why_not(tuple(command()), os.environ.get("PATH"))
+
+
+@functools.cache  # every handoff asks, and the answer may need a run of the compiler
+def _why_not(compiler: tuple[str, ...], path: str | None) -> str | None:
     try:
-        _described(tuple(command()))
+        _described(compiler)
     except KvlibError as error:
         return str(error).partition(", expected")[0]
     return None

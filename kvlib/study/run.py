@@ -23,6 +23,7 @@ from kvlib.study.names import (  # noqa: F401 (other files know them from here a
 )
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import hash_json, read_record, sha256_file, write_json
+from kvlib.study.shares import SHARES, read_shares
 
 SOURCES = (".py", ".c")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
@@ -187,6 +188,7 @@ class Run:
             "settings": self.settings(stage),  # so that one who changes them can be told what was changed
             "device": device_name(device_of(self.profile)),
             **({"lowered": lowered} if (lowered := read_lowered(folder)) else {}),
+            **({"shares": shares} if (shares := read_shares(folder, self.key(stage))) else {}),
             **(made or {}),
         }
         found = {
@@ -199,7 +201,8 @@ class Run:
         write_json(folder / MADE, made)
         write_json(folder / "summary.json", found)
         (folder / "spent.json").unlink(missing_ok=True)
-        (folder / LOWERED).unlink(missing_ok=True)
+        for name in (LOWERED, SHARES):
+            (folder / name).unlink(missing_ok=True)
         return {**made, **found}
 
     def add_time(self, stage: str, started: float) -> float:
