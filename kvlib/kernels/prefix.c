@@ -10,27 +10,19 @@
    sum, and all products are of two kinds without a transposition of the cache. A block of positions becomes floats where
    it is used and nowhere else, so that the cache is read once in each direction and nothing of its length is written but
    the exponentials, which the backward pass reads. */
-#include <float.h>
-#include <stdint.h>
+#include <omp.h>
 #include <string.h>
 
-/* The processor's own vectors: gcc takes wider ones apart through memory. Sums of a tile fit into the registers. */
-#if defined(__AVX512F__)
-#define BYTES 64
+#include "vectors.h"
+
+/* The sums of a tile fit into the registers. */
+#if BYTES == 64
 enum { TALL = 12, SIX = 6 };
-#elif defined(__AVX__)
-#define BYTES 32
-enum { TALL = 6, SIX = 3 };
 #else
-#define BYTES 16
 enum { TALL = 6, SIX = 3 };
 #endif
 
-typedef float vector __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef int32_t whole __attribute__((vector_size(BYTES)));
-
 enum {
-    LANES = BYTES / 4,
     BLOCK = 48,                             /* positions that are floats at a time */
     VALUES = DIM * (1 + RMS + SQUARES),     /* columns of what is read */
     KEYS = CORRECTED ? DIM : VALUES,
@@ -72,25 +64,6 @@ struct call {
     float *scratch;      /* `room` floats for each thread */
     int64_t room, batch, heads, rows, threads;
 };
-
-/* e^x for x <= 0: 2^n times a polynomial in what is left; NaN stays NaN. */
-static inline vector exponential(vector x) {
-    const vector low = (vector){0} - 87.0f;
-    x = (vector)(((whole)x & ~(x < low)) | ((whole)low & (x < low)));
-    const vector shifted = x * 1.44269504f + 12582912.0f;  /* rounded to a whole number in the low bits */
-    const vector n = shifted - 12582912.0f;
-    const vector r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vector y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    const whole power = ((whole)shifted << 23) + 0x3f800000;  /* the low bits of `shifted` are n */
-    return y * (vector)power;
-}
-
-static inline vector larger(vector a, vector b) { return (vector)(((whole)a & (a > b)) | ((whole)b & ~(a > b))); }
 
 /* c (count, width) = a (count, depth) b (depth, width), all rows whole vectors; a's rows lie side by side. */
 static inline __attribute__((always_inline)) void tile(
@@ -207,12 +180,12 @@ static inline int in_block(int64_t start, int64_t length) { return length - star
 
 static void read_one_head(const struct call *of, int64_t prompt, int64_t head, float *scratch) {
     const struct prefix *prefix = of->prefixes + prompt;
-    const int64_t at = (prompt * of->heads + head) * of->rows, length = prefix->length;
+    const int64_t place = (prompt * of->heads + head) * of->rows, length = prefix->length;
     const int rows = (int)of->rows;
     float *p = prefix->p + head * length * rows, *wide = scratch, *turned = wide + BLOCK * VALUES;
-    float *most = turned + KEYS * rows, *sums = most + rows, *out = of->out + at * VALUES;
-    turn(of->q + at * KEYS, rows, KEYS, turned);
-    memcpy(most, of->column + at, rows * sizeof(float));
+    float *most = turned + KEYS * rows, *sums = most + rows, *out = of->out + place * VALUES;
+    turn(of->q + place * KEYS, rows, KEYS, turned);
+    memcpy(most, of->column + place, rows * sizeof(float));
     for (int64_t start = 0; start < length; start += BLOCK) {
         const int count = in_block(start, length);
         const float *keys = keys_of(prefix, head, start, count, wide);
@@ -225,8 +198,8 @@ static void read_one_head(const struct call *of, int64_t prompt, int64_t head, f
     }
     memset(out, 0, rows * VALUES * sizeof(float));
     for (int r = 0; r < rows; r += LANES) {
-        const vector own = exponential(*(vector *)(of->column + at + r) - *(vector *)(most + r));
-        *(vector *)(sums + r) = *(vector *)(of->share + at + r) = own;
+        const vector own = exponential(*(vector *)(of->column + place + r) - *(vector *)(most + r));
+        *(vector *)(sums + r) = *(vector *)(of->share + place + r) = own;
     }
     for (int64_t start = 0; start < length; start += BLOCK) {
         const int count = in_block(start, length);
@@ -244,20 +217,20 @@ static void read_one_head(const struct call *of, int64_t prompt, int64_t head, f
     }
     for (int r = 0; r < rows; r++) {
         const float inverse = 1 / sums[r];
-        of->inverse[at + r] = inverse;
-        of->share[at + r] *= inverse;
+        of->inverse[place + r] = inverse;
+        of->share[place + r] *= inverse;
         for (int d = 0; d < VALUES; d++) out[r * VALUES + d] *= inverse;
     }
 }
 
 static void read_one_head_back(const struct call *of, int64_t prompt, int64_t head, float *scratch) {
     const struct prefix *prefix = of->prefixes + prompt;
-    const int64_t at = (prompt * of->heads + head) * of->rows, length = prefix->length;
+    const int64_t place = (prompt * of->heads + head) * of->rows, length = prefix->length;
     const int rows = (int)of->rows;
     const float *p = prefix->p + head * length * rows;
     float *wide = scratch, *turned = wide + BLOCK * VALUES, *sums = turned + VALUES * rows, *d_p = sums + rows;
-    float *d_q = of->d_q + at * KEYS;
-    turn(of->out + at * VALUES, rows, VALUES, turned);
+    float *d_q = of->d_q + place * KEYS;
+    turn(of->out + place * VALUES, rows, VALUES, turned);
     memset(sums, 0, rows * sizeof(float));
     for (int64_t start = 0; start < length; start += BLOCK) {
         const int count = in_block(start, length);
@@ -271,16 +244,16 @@ static void read_one_head_back(const struct call *of, int64_t prompt, int64_t he
         }
     }
     for (int r = 0; r < rows; r += LANES) {  /* the sum of p times its gradient, over all there is to read */
-        const vector share = *(vector *)(of->share + at + r), column = *(vector *)(of->column + at + r);
-        const vector sum = *(vector *)(sums + r) * *(vector *)(of->inverse + at + r) + share * column;
+        const vector share = *(vector *)(of->share + place + r), column = *(vector *)(of->column + place + r);
+        const vector sum = *(vector *)(sums + r) * *(vector *)(of->inverse + place + r) + share * column;
         *(vector *)(sums + r) = sum;
-        *(vector *)(of->d_column + at + r) = share * (column - sum);
+        *(vector *)(of->d_column + place + r) = share * (column - sum);
     }
     memset(d_q, 0, rows * KEYS * sizeof(float));
     for (int64_t start = 0; start < length; start += BLOCK) {
         const int count = in_block(start, length);
         for (int r = 0; r < rows; r += LANES) {
-            const vector sum = *(vector *)(sums + r), inverse = *(vector *)(of->inverse + at + r);
+            const vector sum = *(vector *)(sums + r), inverse = *(vector *)(of->inverse + place + r);
             for (int64_t k = start; k < start + count; k++) {
                 vector *own = (vector *)(d_p + k * rows + r);
                 *own = (*own - sum) * (*(vector *)(p + k * rows + r) * inverse);
@@ -290,13 +263,11 @@ static void read_one_head_back(const struct call *of, int64_t prompt, int64_t he
         add_outer(d_p + start * rows, rows, keys, KEYS, d_q, KEYS, count, rows, KEYS);
         if (prefix->d_keys)
             times(
-                d_p + start * rows, rows, of->q + at * KEYS, KEYS, prefix->d_keys + head * prefix->d_head + start * DIM, DIM,
+                d_p + start * rows, rows, of->q + place * KEYS, KEYS, prefix->d_keys + head * prefix->d_head + start * DIM, DIM,
                 rows, count, DIM
             );
     }
 }
-
-#include <omp.h>
 
 void attend(const struct call *of) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)of->threads)

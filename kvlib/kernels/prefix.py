@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvlib.errors import KvlibError
-from kvlib.kernels.compiler import library
+from kvlib.kernels.compiler import library_or_none
 
 SOURCE = Path(__file__).with_name("prefix.c")
 STORED = {torch.float32: 0, torch.bfloat16: 1}
@@ -33,7 +32,7 @@ class _Call(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Reader:
-    """The compiled loops for one kind of map: of `dim`, `columns` of the keys and of the values."""
+    """The compiled loops for one kind of map. dim: D. columns: E of the keys and of the values."""
 
     code: ctypes.CDLL
     dim: int
@@ -45,34 +44,45 @@ class Reader:
         if stored not in STORED or dim % LANES:
             return None
         macros = {"DIM": dim, "STORED": STORED[stored], "RMS": int(rms), "SQUARES": int(squares)}
-        try:
-            code = library(SOURCE, macros | {"CORRECTED": int(corrected)})
-        except KvlibError:
-            return None
+        code = library_or_none(SOURCE, macros | {"CORRECTED": int(corrected)})
         wide = dim * (1 + rms + squares)
-        return cls(code, dim, (dim if corrected else wide, wide))
+        return None if code is None else cls(code, dim, (dim if corrected else wide, wide))
 
     def suits(self, q: torch.Tensor, rows: list[torch.Tensor]) -> bool:
         """q (B, H, R, E) of a few rows in whole vectors, and caches (2, H, T, D) whose positions lie side by side."""
         side_by_side = all(row.stride()[2:] == (self.dim, 1) for row in rows)
-        return q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[2] % LANES == 0 and side_by_side
+        return (
+            q.dtype == torch.float32 and q.device.type == "cpu" and q.shape[2] % LANES == 0 and side_by_side
+        )
 
-    def read(self, q, column, rows, corrected=None):
+    def read(self, q: torch.Tensor, column: torch.Tensor, rows: list[torch.Tensor], corrected=None):
         """(out (B, H, R, E), the column's share (B, H, R, 1), [exponentials, 1 / their sum])
 
         q: (B, H, R, E). column: (B, H, R, 1), a score beside those of the prefix. rows: of each prompt its cache
         (2, H, T, D), T from 1 on. corrected: keys in their place, (H, N, D), and where each prompt begins in them; or None.
         """
         batch, heads, count, _ = q.shape
-        out, share, inverse = q.new_empty(*q.shape[:3], self.columns[1]), torch.empty_like(column), torch.empty_like(column)
+        out, share = q.new_empty(batch, heads, count, self.columns[1]), q.new_empty(batch, heads, count, 1)
+        inverse = torch.empty_like(share)
         p = q.new_empty(heads * count * sum(row.shape[2] for row in rows))
-        self._call("attend", self._prefixes(rows, p, q, corrected), q=q, column=column, out=out, share=share, inverse=inverse)
+        self._call(
+            "attend",
+            self._prefixes(rows, p, q, corrected),
+            q=q,
+            column=column,
+            out=out,
+            share=share,
+            inverse=inverse,
+        )
         return out, share, [p, inverse]
 
     def read_back(self, d_out, d_share, q, share, kept, rows, corrected=None, d_corrected=None):
-        """(d_q (B, H, R, E), d_column (B, H, R, 1)); d_corrected: (H, N, D), filled where prompts lie, or None."""
+        """The gradients (of q, of the column), shaped like them, from those of what `read` gave.
+
+        d_corrected: (H, N, D), where the corrected keys' gradient is put, or None.
+        """
         p, inverse = kept
-        d_q, d_column = torch.empty_like(q), torch.empty_like(share)
+        d_q, d_column = q.new_empty(q.shape), q.new_empty(share.shape)
         prefixes = self._prefixes(rows, p, q, corrected, d_corrected)
         self._call(
             "attend_back", prefixes, most=max(row.shape[2] for row in rows),
@@ -99,8 +109,9 @@ class Reader:
         batch, heads, count, _ = q.shape
         room = BLOCK * self.columns[1] + max(self.columns) * count + 2 * count + most * count
         scratch = q.new_empty(threads, -(-room // LANES) * LANES)
-        tensors |= {"scratch": scratch}
-        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors.values())
+        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()} | {
+            "scratch": scratch
+        }  # what C writes is so
         pointers = {key: tensor.data_ptr() for key, tensor in tensors.items()}
         call = _Call(
             prefixes=ctypes.cast(prefixes, ctypes.c_void_p), **pointers,

@@ -19,7 +19,7 @@ NOTEBOOKS = dict(
 # Stages outside the sequence, and the stage each of them comes after.
 EXTRA = {"evidence": "frozen_evaluation"}
 NOTEBOOKS |= {stage: stage for stage in EXTRA}
-SOURCES = (".py", ".c")  # what kvlib's code is written in
+SOURCES = (".py", ".c", ".h")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
