@@ -110,5 +110,6 @@ show(
 )
 
 # %% [markdown]
-# The finalists are {glue:text}`finalists`. Their scores above are the best of many and so are
-# flattering; the next chapter trains both again, on other text.
+# The finalists are {glue:text}`finalists`. Arms that these prompts cannot tell apart tie, and the
+# [decision rule](../decision_rule.md) says how a tie is decided. {glue:text}`places` Scores of finalists are the best of
+# many and so are flattering; the next chapter trains both again, on other text.

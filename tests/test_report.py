@@ -18,7 +18,9 @@ from kvlib.report import figures, prose, tables, wording
 from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.palette import BASES, PATHS, SEQUENCE
+from kvlib.report.prose import making
 from kvlib.report.renderer import BookRenderer
+from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import read_summary
 
@@ -216,6 +218,38 @@ def test_a_slower_handoff_is_called_slower(changed):
 def test_an_arm_that_broke_off_is_named(records):
     said = prose.screening_facts(records["screening"])["broken"]
     assert said.startswith("One arm broke off") and "ridge base" in said
+
+
+def test_articles_from_one_end_of_the_alphabet_are_called_that():
+    said = making.spread_sentence({"Aa", "Ab", "Ac", "Ba"})
+    assert said.startswith("Three of four titles begin with “A”") and "not a sample" in said
+    assert "three different letters" in making.spread_sentence({"Aa", "Ba", "Ca"})
+    assert making.spread_sentence({"12", "34"}) == ""
+
+
+def test_a_quantised_target_is_called_that_and_another_is_not():
+    laptop, paper = (load_profile(name).pair.target for name in ("laptop", "paper"))
+    assert "quantised" in making.format_sentence(laptop) and ".gguf" in making.format_sentence(laptop)
+    assert making.format_sentence(paper) == ""
+
+
+def test_the_reason_for_each_finalist_is_told(changed):
+    screening = changed["screening"]
+    assert "Place 1 goes to the lowest" in prose.screening_facts(screening)["places"]
+    rms, own = (
+        next(
+            arm["id"] for arm in screening["arms"] if arm["base"] == "direct" and arm["features"] == features
+        )
+        for features in ("rms", "own")
+    )
+    tied = [{"arm": own, "difference": 0.00125, "se": 0.0025}]
+    screening["places"][1] = {"arm": own, "lowest": rms, "tied": tied}
+    said = prose.screening_facts(screening)["places"]
+    assert "for place 2, one arm cannot be told from the lowest of the rest" in said
+    assert "0.0013 nats above it" in said or "0.0012 nats above it" in said
+    assert said.endswith("decided by what attention can absorb.")
+    screening["places"][1]["arm"] = rms
+    assert prose.screening_facts(screening)["places"].endswith("the lowest of the rest is taken.")
 
 
 def test_no_sentence_is_lost_when_one_forcing_was_not_run(changed):

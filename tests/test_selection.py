@@ -7,10 +7,11 @@ from kvlib import KvlibError
 from kvlib.study.arms import all_arms, chosen_arms, slices
 from kvlib.study.profile import DATA, load_profile
 from kvlib.study.selection import (
+    by_kl32,
     choose_settings,
-    finalists,
     freeze,
     median_seed,
+    places,
     rank_arms,
     why_frozen,
 )
@@ -85,9 +86,60 @@ def test_ties_of_the_grid_go_to_the_earlier_checkpoint_and_the_smaller_scale():
     best = choose_settings(grid)
     assert (best["a"]["checkpoint_step"], best["a"]["scale"]) == (50, 0.75)
     assert best["b"]["checkpoint_step"] == 100
-    assert finalists(best, {"a": 9, "b": 9}, 2) == ["a", "b"]
+    assert [entry["arm"] for entry in by_kl32(best, {"a": 9, "b": 9}, 3)] == ["a", "b"]
+
+
+def candidate(name, scores, parameters=10, absorbable=True):
+    return {
+        "id": name,
+        "kl32": sum(scores) / len(scores),
+        "parameters": parameters,
+        "absorbable": absorbable,
+        "scores": scores,
+    }
+
+
+def placed(*arms, count=2):
+    return places(list(arms), {arm["id"]: arm["scores"] for arm in arms}, count)
+
+
+FAR, LOW = [0.3, 0.3, 0.3, 0.3], [0.10, 0.12, 0.10, 0.12]
+NEAR = [0.11, 0.11, 0.11, 0.1201]  # as good as LOW within a standard error, prompt by prompt
+
+
+def test_finalists_are_the_lowest_where_prompts_tell_arms_apart():
+    worse = [score + 0.01 for score in LOW]  # by the same on every prompt: no spread at all
+    found = placed(candidate("worse", worse), candidate("low", LOW, absorbable=False), candidate("far", FAR))
+    assert [place["arm"] for place in found] == ["low", "worse"]
+    assert all(place["lowest"] == place["arm"] and place["tied"] == [] for place in found)
+
+
+def test_arms_that_the_prompts_cannot_tell_apart_go_by_what_attention_can_absorb_then_by_size():
+    lowest, near = candidate("rms", LOW, absorbable=False), candidate("own", NEAR, 20)
+    first, second = placed(lowest, near, candidate("far", FAR))
+    assert (first["arm"], first["lowest"], second["arm"]) == ("own", "rms", "rms")
+    (tie,) = first["tied"]
+    assert tie["arm"] == "own" and 0 < tie["difference"] <= tie["se"]
+    assert placed(lowest, near, candidate("small", NEAR, 5))[0]["arm"] == "small"
+    assert placed(candidate("rms", LOW), near)[0]["arm"] == "rms"  # of two that can be absorbed, the smaller
+
+
+def test_a_place_is_compared_with_the_lowest_that_has_none_yet():
+    best = candidate("best", [score - 0.05 for score in LOW], absorbable=False)
+    found = placed(best, candidate("rms", LOW, absorbable=False), candidate("own", NEAR))
+    assert [(place["arm"], place["lowest"]) for place in found] == [("best", "best"), ("own", "rms")]
+
+
+def test_on_one_prompt_only_equal_scores_tie():
+    found = placed(candidate("a", [0.1], absorbable=False), candidate("b", [0.1000001]), count=1)
+    assert found[0]["arm"] == "a" and found[0]["tied"] == []
+    found = placed(candidate("a", [0.1], absorbable=False), candidate("b", [0.1]), count=1)
+    assert found == [{"arm": "b", "lowest": "a", "tied": [{"arm": "b", "difference": 0.0, "se": None}]}]
+
+
+def test_fewer_arms_than_places_is_an_error():
     with pytest.raises(KvlibError, match="2 arms finished the screen, expected at least 3"):
-        finalists(best, {"a": 9, "b": 9}, 3)
+        placed(candidate("a", LOW), candidate("b", FAR), count=3)
 
 
 def confirmed(name, values, parameters=10, absorbable=True):

@@ -2,6 +2,9 @@
 
 import math
 import statistics
+from collections.abc import Sequence
+
+from scipy import stats
 
 from kvlib.errors import KvlibError
 
@@ -40,15 +43,63 @@ def choose_settings(grid: list[dict]) -> dict[str, dict]:
     return best
 
 
-def finalists(chosen: dict[str, dict], parameters: dict[str, int], count: int) -> list[str]:
-    """The best `count` arms at their chosen settings; ties to fewer parameters, then to the id."""
-    order = sorted(chosen, key=lambda arm: (chosen[arm]["kl32"], parameters[arm], arm))
-    if len(order) < count:
+def places(arms: list[dict], scores: dict[str, Sequence[float]], count: int) -> list[dict]:
+    """Who goes on to be confirmed: `count` places, filled one after the other from the arms that have none yet.
+
+    For each the lowest KL32 is found. Arms tie with it whose mean paired difference from it, over the same prompts, is no
+    larger than the standard error of that difference. Of those that tie an arm that attention can absorb goes first, then
+    one with fewer parameters, then the lower KL32, then the id.
+
+    Args:
+        arms: "id", "kl32" at the chosen checkpoint and scale, "parameters", "absorbable". scores: KL32 per prompt by id.
+
+    Returns: per place {"arm", "lowest", "tied": [{"arm", "difference", "se"}]}, the lowest itself not among the tied;
+        se is null for a single prompt, where only equal scores tie.
+
+    Raises: KvlibError where there are fewer arms than places.
+    """
+    if len(arms) < count:
         raise KvlibError(
-            f"{len(order)} arms finished the screen, expected at least {count} to confirm: lower the learning rates "
+            f"{len(arms)} arms finished the screen, expected at least {count} to confirm: lower the learning rates "
             "or screen more arms"
         )
-    return order[:count]
+    left, found = list(arms), []
+    while len(found) < count:
+        lowest = min(left, key=lambda arm: (arm["kl32"], arm["parameters"], arm["id"]))
+        tied = {
+            arm["id"]: tie
+            for arm in left
+            if arm is not lowest and (tie := _tie(scores[arm["id"]], scores[lowest["id"]]))
+        }
+        best = min((arm for arm in left if arm is lowest or arm["id"] in tied), key=_preference)
+        found.append(
+            {
+                "arm": best["id"],
+                "lowest": lowest["id"],
+                "tied": [{"arm": name, **tied[name]} for name in sorted(tied)],
+            }
+        )
+        left.remove(best)
+    return found
+
+
+def _tie(scores: Sequence[float], lowest: Sequence[float]) -> dict | None:
+    """The mean paired difference and its standard error where the first does not exceed the second, else None."""
+    differences = [one - other for one, other in zip(scores, lowest, strict=True)]
+    mean = math.fsum(differences) / len(differences)
+    error = float(stats.sem(differences)) if len(differences) > 1 else None
+    return {"difference": mean, "se": error} if mean <= (error or 0.0) else None
+
+
+def _preference(arm: dict) -> tuple:
+    """Among arms that cannot be told apart: no cost in time, then size, then the score."""
+    return not arm["absorbable"], arm["parameters"], arm["kl32"], arm["id"]
+
+
+def by_kl32(chosen: dict[str, dict], parameters: dict[str, int], count: int) -> list[dict]:
+    """The best `count` entries of `choose_settings`; ties to fewer parameters, then to the id."""
+    order = sorted(chosen, key=lambda arm: (chosen[arm]["kl32"], parameters[arm], arm))
+    return [chosen[arm] for arm in order[:count]]
 
 
 def freeze(arms: list[dict]) -> tuple[str, int]:

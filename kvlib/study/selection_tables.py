@@ -2,15 +2,16 @@
 
 import pandas as pd
 
-from kvlib.study.arms import Arm, slices
+from kvlib.study.arms import Arm, chosen_arms, slices
 from kvlib.study.profile import Screening
 from kvlib.study.scoring import against, summarise
 from kvlib.study.selection import (
+    by_kl32,
     choose_settings,
-    finalists,
     freeze,
     mean_kl32,
     median_seed,
+    places,
     rank_arms,
     why_frozen,
 )
@@ -40,7 +41,7 @@ def summarise_screening(
     settings: Screening,
     seed: int,
 ) -> dict:
-    """ "arms", "direct", "ridge", "slices", "selected", "grid", "chosen" and "finalists" of the summary.
+    """ "arms", "direct", "ridge", "slices", "selected", "grid", "chosen", "places" and "finalists" of the summary.
 
     Args:
         records: of `arm_record`. tables: prompt, kl32, top1 of both baselines and of every finished arm.
@@ -61,14 +62,30 @@ def summarise_screening(
     ]
     best = choose_settings(grid)
     parameters = {record["id"]: record["parameters"] for record in records}
+    candidates = [
+        {
+            "id": arm.id,
+            "kl32": best[arm.id]["kl32"],
+            "parameters": parameters[arm.id],
+            "absorbable": arm.absorbable,
+        }
+        for arm in chosen_arms(settings)
+        if arm.id in best
+    ]
+    scores = {
+        name: cells[name, setting["checkpoint_step"], setting["scale"]]["kl32"].tolist()
+        for name, setting in best.items()
+    }
+    filled = places(candidates, scores, settings.finalists)
     return {
         "arms": arms,
         **{name: summarise(tables[name]) for name in BASELINES},
         "slices": _axes(settings, {record["id"] for record in records}),
         "selected": selected_arms(records, settings),
         "grid": grid,
-        "chosen": [best[name] for name in finalists(best, parameters, min(len(best), settings.select))],
-        "finalists": finalists(best, parameters, settings.finalists),
+        "chosen": by_kl32(best, parameters, settings.select),
+        "places": filled,
+        "finalists": [place["arm"] for place in filled],
     }
 
 

@@ -1,5 +1,7 @@
 """Sentences of chapters 00 to 02: the pair, the screen, the confirmation."""
 
+from collections import Counter
+
 from kvlib.report.figures.training import FEATURES, arm_label
 from kvlib.report.wording import (
     bytes_text,
@@ -7,10 +9,16 @@ from kvlib.report.wording import (
     duration,
     join,
     number,
+    of,
     percent,
     plural,
     signed,
+    small,
 )
+from kvlib.study.assets import load_assets
+from kvlib.study.inputs import GgufModel, HubModel, RandomModel
+from kvlib.study.records import read_json
+from kvlib.study.run import Run
 
 
 def pair_facts(pair: dict) -> dict[str, str]:
@@ -66,6 +74,39 @@ def pair_facts(pair: dict) -> dict[str, str]:
     }
 
 
+def text_facts(run: Run) -> dict[str, str]:
+    """What the list of partitions tells of the articles, and the profile of how the target was stored."""
+    partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
+    titles = {article["title"] for part in partitions.values() for article in part["articles"]}
+    return {"spread": spread_sentence(titles), "target_format": format_sentence(run.profile.pair.target)}
+
+
+def spread_sentence(titles: set[str]) -> str:
+    """Whether articles come from one end of the alphabet, where their titles are words."""
+    initials = Counter(title[:1].upper() for title in titles if title[:1].isalpha())
+    if not initials:
+        return ""
+    letter, most = initials.most_common(1)[0]
+    if most < 0.5 * len(titles):
+        return f"Titles of the {plural(len(titles), 'article')} that are used begin with {plural(len(initials), 'different letter')}."
+    return (
+        f"{_capital(of(most, len(titles)))} titles begin with “{letter}”: the corpus is one end of an encyclopedia, not a sample "
+        "of it."
+    )
+
+
+def format_sentence(target: GgufModel | RandomModel | HubModel) -> str:
+    """How the target's weights were stored, where that is part of what is measured."""
+    if not isinstance(target, GgufModel):
+        return ""
+    asset = load_assets()[target.asset]
+    return (
+        f"Its file, {asset.file}, holds quantised weights (the format stands in the name: Q4_1 keeps four bits for each, and a scale "
+        "and an offset for every 32). They are expanded once, and it is this expanded model that is target, reference and origin "
+        "of the source; “Instruct” in its name means that it was tuned on instructions, while the text here is plain prose."
+    )
+
+
 def _widths(target: dict, source: dict) -> str:
     if target["hidden_size"] == source["hidden_size"]:
         return "Its hidden width is the target's too, and still every activation in the source is its own."
@@ -119,7 +160,33 @@ def screening_facts(screening: dict) -> dict[str, str]:
             f"{top['checkpoint_step']} and scale {top['scale']:g}. {_edge(screening)}"
         ).strip(),
         "finalists": join([f"“{arm_label(arms[name])}”" for name in screening["finalists"]]),
+        "places": _places(screening, arms),
     }
+
+
+def _places(screening: dict, arms: dict[str, dict]) -> str:
+    """Which of the finalists are the lowest there were, and what decided where several could not be told apart."""
+    told = []
+    for ordinal, place in enumerate(screening["places"], 1):
+        tied, chosen = place["tied"], arms[place["arm"]]
+        if not tied:
+            told.append(f"place {ordinal} goes to the lowest, by more than a standard error")
+            continue
+        lowest = arms[place["lowest"]]
+        rest = "the lowest" if ordinal == 1 else "the lowest of the rest"
+        text = f"for place {ordinal}, {plural(len(tied), 'arm')} cannot be told from {rest} ({arm_label(lowest)})"
+        if chosen is lowest:
+            told.append(f"{text}, and {rest} is taken")
+            continue
+        own = next(tie for tie in tied if tie["arm"] == place["arm"])
+        reason = (
+            "fewer parameters" if absorbable(chosen) == absorbable(lowest) else "what attention can absorb"
+        )
+        told.append(
+            f"{text}; “{arm_label(chosen)}” is taken, {small(own['difference'])} nats above it with a standard error of "
+            f"{small(own['se'])}, decided by {reason}"
+        )
+    return f"{_capital('; '.join(told))}."
 
 
 def _edge(screening: dict) -> str:
@@ -211,8 +278,13 @@ def confirmation_facts(summary: dict, screening: dict) -> dict[str, str]:
     }
 
 
+def absorbable(arm: dict) -> bool:
+    """Whether an arm, as recorded, is affine in each head's own vector."""
+    return arm["residual"] == "linear" and arm["features"] == "own"
+
+
 def _absorbable(arm: dict) -> str:
-    if arm["residual"] == "linear" and arm["features"] == "own":
+    if absorbable(arm):
         return "It is affine in each head's own vector, so attention can absorb it."
     reason = (
         "a quadratic residual"
