@@ -147,22 +147,27 @@ class Run:
 
     def finished(self, stage: str) -> dict | None:
         """The stage's summary if it is there and of the run's present settings. Raises KvlibError where a file was swapped."""
-        folder = self.stage(stage)
-        if not all((folder / name).exists() for name in ("summary.json", MADE, *OUTPUTS[stage])):
-            return None  # what is missing is made again from the stage's smaller records
-        summary = read_summary(folder)
-        if summary["key"] != self.key(stage):
-            return None
-        if swapped := changed_file(folder, summary["files"]):
+        folder, summary = self.stage(stage), self._summary(stage)
+        if summary is not None and (swapped := changed_file(folder, summary["files"])):
             raise KvlibError(
                 f"{swapped} is not the file that {folder / 'summary.json'} was written with, expected the same bytes: restore it, or "
                 "delete it and run its stage again"
             )
         return summary
 
+    def _summary(self, stage: str) -> dict | None:
+        folder = self.stage(stage)
+        if not all((folder / name).exists() for name in ("summary.json", MADE, *OUTPUTS[stage])):
+            return None  # what is missing is made again from the stage's smaller records
+        summary = read_summary(folder)
+        return summary if summary["key"] == self.key(stage) else None
+
     def require(self, stage: str, wanted_by: str) -> dict:
-        """The summary of an earlier stage. Raises KvlibError with the command to run when there is none."""
-        summary = self.finished(stage)
+        """The summary of an earlier stage. Raises KvlibError with the command to run when there is none.
+
+        Its files are not compared with it: a stage checks those that it reads, see `check_manifest`.
+        """
+        summary = self._summary(stage)
         if summary is None:
             present = (self.stage(stage) / "summary.json").exists()
             state = "was made with other settings" if present else "has not been run"
