@@ -135,7 +135,8 @@ def test_a_stage_whose_predecessor_is_missing_names_the_command(kvlib):
 @pytest.mark.parametrize(
     "name", [" ", "new\nline", "a b", "-x", "\udcff", "é", "a" * 101, "a/b", ".hidden", "x;y"]
 )
-def test_a_run_takes_only_a_name_that_any_file_system_and_shell_takes(kvlib, tmp_path, name):
+def test_a_run_takes_only_a_name_that_any_file_system_and_shell_takes(kvlib, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(execution, "run_notebook", None)  # none may be reached
     for command in (["run", "--profile", "smoke", "--run", name], ["status", "--", name]):
         status, out, err = kvlib(*command)
         assert status == 2 and not out and err.count("\n") == 1
@@ -150,7 +151,8 @@ def test_a_run_that_is_there_keeps_a_name_that_no_new_one_would_get(kvlib, tmp_p
     assert kvlib("clean", "my run", "--yes")[0] == 0
 
 
-def test_a_file_in_the_place_of_a_run_is_said_to_be_one(kvlib, tmp_path):
+def test_a_file_in_the_place_of_a_run_is_said_to_be_one(kvlib, tmp_path, monkeypatch):
+    monkeypatch.setattr(execution, "run_notebook", None)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "mine").write_text("a note")
     status, _, err = kvlib("run", "--profile", "smoke", "--run", "mine")
