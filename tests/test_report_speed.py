@@ -91,7 +91,10 @@ def test_what_the_moved_point_means_depends_on_where_it_came_to(final, latency):
     assert "has moved: the same fidelity, at direct's latency" in said and "1.01 times direct reuse" in said
     assert "is 2 times direct reuse's" in said
     set_ms(latency, "learned", 150.0)
-    assert "not as far as direct's latency: up to 1.05 times" in facts(final, latency)["moved"]
+    assert (
+        "not as far as direct's latency: the limit set beforehand was 1.05 times"
+        in facts(final, latency)["moved"]
+    )
     set_ms(latency, "learned", 250.0)
     assert "has not moved" in facts(final, latency)["moved"]
 

@@ -15,9 +15,30 @@ from kvlib.report.tables.making import (
     texts,
 )
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
-from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
+from kvlib.report.tables.results import (
+    first_tokens,
+    frontier,
+    headline,
+    latency,
+    memory,
+    paired,
+    paths,
+    prompts,
+    steps,
+    top1,
+)
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
-from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
+from kvlib.report.tables.trust import (
+    attacked,
+    checks,
+    controls,
+    decision,
+    first_step,
+    first_step_paired,
+    gates,
+    noise,
+    worst,
+)
 
 __all__ = [
     "arms",
@@ -31,6 +52,8 @@ __all__ = [
     "decision",
     "durations",
     "first_step",
+    "first_step_paired",
+    "first_tokens",
     "floor",
     "frontier",
     "gate",
@@ -64,6 +87,7 @@ __all__ = [
     "targets",
     "texts",
     "to_html",
+    "top1",
     "unfold",
     "worst",
 ]
