@@ -454,7 +454,9 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
             "device": "CPU, 2 cores",
             "dtype": "float32",
             "memory_bandwidth_gb_s": 11.8,
-            "warmups": list(profile.latency.warmups),
+            "warmups": dict(
+                zip(map(str, profile.latency.prefix_tokens), profile.latency.warmups, strict=True)
+            ),
             "threads": 2,
             "crossover": crossover,
             "gates": GATES,

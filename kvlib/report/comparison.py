@@ -235,7 +235,9 @@ def _timing_rows(protocol: dict, latency: dict) -> list[tuple]:
         for r in latency["rows"]
         if r["prefix_tokens"] == longest
     }
-    rows = [("warm-ups at the longest prefix", protocol["warmups"], latency["warmups"][-1], NEITHER)]
+    rows = [
+        ("warm-ups at the longest prefix", protocol["warmups"], latency["warmups"][str(longest)], NEITHER)
+    ]
     for what, key in (
         ("resident", ("learned", "resident")),
         ("of native prefill", ("native", "resident")),

@@ -4,9 +4,9 @@ import html
 
 import pandas as pd
 
-from kvlib.report.repetitions import Times, factor_text, ratio_range, times_of
+from kvlib.report.repetitions import Times, factor_text, times_of
 from kvlib.report.summaries import headline, prefix_lengths
-from kvlib.report.wording import UNKNOWN, interval, milliseconds, number, percent, signed, signed_percent
+from kvlib.report.wording import UNKNOWN, interval, number, percent, signed, signed_percent
 
 
 def tiles(final: dict, latency: dict, raw: pd.DataFrame, prefix_tokens: int) -> str:
@@ -44,7 +44,7 @@ def tiles(final: dict, latency: dict, raw: pd.DataFrame, prefix_tokens: int) -> 
         + _tile(
             _faster(factor_text(raw, longest, "cold")),
             f"as fast as native, source included, {longest:,} tokens",
-            f"p50 {_timed(cold)} against {_timed(native)}{_range(raw, longest)}",
+            f"p50 {_timed(cold)} against {_timed(native)}",
         )
         + "</div>"
     )
@@ -62,9 +62,4 @@ def _faster(factor: str | None) -> str:
 
 
 def _timed(times: Times | None) -> str:
-    return f"{milliseconds(times.median)} (n = {times.repetitions})" if times else UNKNOWN
-
-
-def _range(raw: pd.DataFrame, tokens: int) -> str:
-    found = ratio_range(raw, tokens, "cold")
-    return f"; by repetition {found[0]:.2f} to {found[1]:.2f}" if found else ""
+    return times.said if times else UNKNOWN

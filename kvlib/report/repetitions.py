@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from kvlib.report.wording import milliseconds, plural
+from kvlib.report.wording import milliseconds
 
-FEW = 5  # up to so many repetitions a ratio is written with two digits, or as a range
+FEW = 5  # up to so many repetitions a ratio is called rough, or written as a range
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Times:
 
     @property
     def said(self) -> str:
-        """The median, the number and, where they are few, the range of the repetitions."""
-        text = f"{milliseconds(self.median)} ({plural(self.repetitions, 'repetition')}"
-        if 1 < self.repetitions <= FEW:
-            text += f", {milliseconds(self.low)} to {milliseconds(self.high)}"
-        return f"{text})"
+        """The median with the number of repetitions and, where these are few, their range."""
+        spread = (
+            f", {milliseconds(self.low)} to {milliseconds(self.high)}" if 1 < self.repetitions <= FEW else ""
+        )
+        return f"{milliseconds(self.median)} (n = {self.repetitions}{spread})"
 
 
 def times_of(raw: pd.DataFrame, tokens: int, path: str, residency: str = "resident") -> Times | None:
@@ -61,7 +61,7 @@ def ratio_range(raw: pd.DataFrame, tokens: int, residency: str) -> tuple[float, 
 
 
 def factor_text(raw: pd.DataFrame, tokens: int, residency: str) -> str | None:
-    """native ÷ learned for a headline: three digits where repetitions are many, else two, or a range where these differ."""
+    """native ÷ learned for a headline: "about" where repetitions are few, and cold the range that they allow."""
     native, learned = times_of(raw, tokens, "native"), times_of(raw, tokens, "learned", residency)
     if native is None or learned is None:
         return None
@@ -71,7 +71,7 @@ def factor_text(raw: pd.DataFrame, tokens: int, residency: str) -> str | None:
     if residency == "cold":
         low, high = (f"{end:.2f}" for end in ratio_range(raw, tokens, residency))
         return low if low == high else f"{low} to {high}"
-    return f"about {float(f'{ratio:.2g}'):,g}"
+    return f"about {ratio:.3g}"
 
 
 def _rows(raw: pd.DataFrame, tokens: int, residency: str) -> pd.DataFrame:

@@ -3,7 +3,7 @@
 from kvlib.report.agreement import RawTables, first_tokens, paired_first_step, paired_top1, side
 from kvlib.report.prose.results import latency_facts, paired_verdict, times
 from kvlib.report.prose.speed import price_sentence
-from kvlib.report.repetitions import ratio_range, times_of
+from kvlib.report.repetitions import Times, factor_text, ratio_range, times_of
 from kvlib.report.speed import read_targets
 from kvlib.report.summaries import headline, main_forcing, prefix_lengths
 from kvlib.report.wording import (
@@ -78,22 +78,23 @@ def _fidelity(final: dict, prefix_tokens: int, raw: RawTables) -> str:
     quality, forcing = headline(final), main_forcing(final)
     direct, learned = (quality["paths"][path]["kl32"]["mean"] for path in ("direct", "learned"))
     found = quality["paired"][OWN_PATH]
-    open_ = [
-        what
-        for what, result in (
-            ("the first new token alone", paired_first_step(raw.steps, raw.prompts, forcing)),
-            ("the share of equal most likely tokens", paired_top1(raw.prompts, forcing)),
-        )
-        if not side(result)
-    ]
     text = (
         f"At a prefix of {prefix_tokens:,} tokens the source's cache as it is leaves the target {number(direct, 3)} nats per token "
         f"away from native; the learned correction leaves {number(learned, 3)} ({_remains(final)}), less on "
         f"{found['wins']} of {found['prompts']} prompts."
     )
-    if open_:
-        verb = "is" if len(open_) == 1 else "are"
-        text += f" {join(open_).capitalize()} {verb} not distinguishably better."
+    first, top1 = paired_first_step(raw.steps, raw.prompts, forcing), paired_top1(raw.prompts, forcing)
+    told = [(side(first), "the first new token alone"), (side(top1), "the most likely token's agreement")]
+    if told[1][0] is not None:
+        told[1] = (-told[1][0], told[1][1])  # more agreement is better, less divergence is
+    for wanted, said in (
+        ((0, None), "not distinguishable from direct reuse"),
+        ((1,), "worse than with direct reuse"),
+    ):
+        found_so = [what for where, what in told if where in wanted]
+        if found_so:
+            named = join(found_so)
+            text += f" {named[:1].upper()}{named[1:]} {'is' if len(found_so) == 1 else 'are'} {said}."
     return text
 
 
@@ -124,6 +125,12 @@ def _time(latency: dict, prefix_tokens: int, raw: RawTables) -> str:
         counts = join([f"{one.repetitions}" for one in (native, resident, cold)])
         return f"{text} ({counts} repetitions)."
     return f"{text} ({native.repetitions} and {resident.repetitions} repetitions)."
+
+
+def _faster(native: Times, path: Times, raw: RawTables, tokens: int, residency: str) -> str:
+    if native.median < path.median:
+        return ratio(native.median, path.median)
+    return f"is {factor_text(raw.latency, tokens, residency)} times as fast as native"
 
 
 def _cold_range(latency: dict, raw: RawTables) -> str:

@@ -32,7 +32,7 @@ def _twice(latency: dict) -> str:
     own = row_of(latency, longest, "learned")
     same = [row for row in _others(latency, longest) if own and _way(row) == _way(own)]
     if not same:
-        return ""
+        return "The chosen way itself was not asked for by name, so it was timed once."
     apart = abs(same[0]["p50_ms"] / own["p50_ms"] - 1)
     return (
         f"The chosen way was timed twice, by itself ({milliseconds(own['p50_ms'])} at {longest:,} tokens) and by name "
