@@ -102,7 +102,7 @@ def test_first_tokens_are_counted_by_prompt_and_only_where_native_was_timed(raw)
     )
     found = first_tokens(raw.latency).set_index(["prefix_tokens", "path"])
     assert found.loc[(128, "direct")].tolist() == [2, 2]
-    assert "12 of 12 for direct" in prose.first_token_sentence(raw)
+    assert "twelve of twelve for direct" in prose.first_token_sentence(raw)
     nothing = RawTables(raw.prompts, raw.steps, raw.latency[raw.latency.path != "native"])
     assert "cannot be said" in prose.first_token_sentence(nothing)
 

@@ -40,7 +40,7 @@ def front_facts(records: dict[str, dict], prefix_tokens: int, raw: RawTables) ->
         "cold": f"Counting the source's own prefill too: {times_said['learned_cold']} "
         f"({times_said['cold_longest']}), which {times_said['cold_ratio']}{_cold_range(latency, raw)}.",
         "learned_mode": times_said["learned_mode"],
-        "seeds": _seeds(records["confirmation"]),
+        "training_seeds": _seeds(records["confirmation"]),
         "remains": _remains(final),
         "pair_size": _pair_size(pair),
         "corpus": f"{pair['corpus']['source'].rstrip('.')} (licence: {pair['corpus']['licence']})",

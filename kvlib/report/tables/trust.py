@@ -154,7 +154,7 @@ def checks(found: list[dict]) -> pd.DataFrame:
         }
         for entry in found
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, dtype=object)
 
 
 def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) -> pd.DataFrame:
@@ -205,7 +205,7 @@ def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) 
         rows.append(
             (
                 "runs that are killed, started twice or run out of disk",
-                None,
+                0,
                 "not attacked beside this run: nothing is claimed",
             )
         )
