@@ -52,15 +52,12 @@ def _pair_size(pair: dict) -> str:
     target, source, loss = pair["target"], pair["source"], pair["held_out_nll"]
     smaller = 1 - source["body_parameters"] / target["body_parameters"]
     text = f"{target['name']}, {_parameters(target['parameters'])} parameters, and a source "
-    text += f"{percent(smaller, 0)} smaller without embeddings" if smaller > 0 else "that is no smaller"
-    return f"{text}, whose loss on held-out text is {number(loss['source'], 2)} nats per token against {number(loss['target'], 2)}"
+    text += f"{percent(smaller, 0)} smaller" if smaller > 0 else "that is no smaller"
+    return f"{text} (without embeddings; loss on held-out text {number(loss['source'], 2)} against {number(loss['target'], 2)})"
 
 
 def _measured_on(pair: dict, latency: dict) -> str:
-    return (
-        f"Measured on one pair, {_pair_size(pair)}, on {latency['device']} with "
-        f"{plural(latency['threads'], 'thread')}."
-    )
+    return f"Here: {_pair_size(pair)}, on {plural(latency['threads'], 'thread')} of {latency['device']}."
 
 
 def _parameters(value: int) -> str:
@@ -79,12 +76,11 @@ def _fidelity(final: dict, prefix_tokens: int, raw: RawTables) -> str:
     direct, learned = (quality["paths"][path]["kl32"]["mean"] for path in ("direct", "learned"))
     found = quality["paired"][OWN_PATH]
     text = (
-        f"At a prefix of {prefix_tokens:,} tokens the source's cache as it is leaves the target {number(direct, 3)} nats per token "
-        f"away from native; the learned correction leaves {number(learned, 3)} ({_remains(final)}), less on "
-        f"{found['wins']} of {found['prompts']} prompts."
+        f"At {prefix_tokens:,} tokens direct reuse is {number(direct, 3)} away, the learned correction {number(learned, 3)}, lower on "
+        f"{found['wins']} of {found['prompts']} prompts; {_remains(final)} remains."
     )
     first, top1 = paired_first_step(raw.steps, raw.prompts, forcing), paired_top1(raw.prompts, forcing)
-    told = [(side(first), "the first new token alone"), (side(top1), "the most likely token's agreement")]
+    told = [(side(first), "the first token alone"), (side(top1), "top-1 agreement")]
     if told[1][0] is not None:
         told[1] = (-told[1][0], told[1][1])  # more agreement is better, less divergence is
     for wanted, said in (
@@ -120,11 +116,9 @@ def _time(latency: dict, prefix_tokens: int, raw: RawTables) -> str:
     text = (
         f"{where} this path {ratio(native.median, resident.median)} if the source has read the prompt anyway"
     )
-    if cold is not None:
-        text += f", and {ratio(native.median, cold.median)} if its reading counts"
-        counts = join([f"{one.repetitions}" for one in (native, resident, cold)])
-        return f"{text} ({counts} repetitions)."
-    return f"{text} ({native.repetitions} and {resident.repetitions} repetitions)."
+    if cold is None:
+        return f"{text}."
+    return f"{text}, and {_faster(native, cold, raw, longest, 'cold')} if its reading counts."
 
 
 def _faster(native: Times, path: Times, raw: RawTables, tokens: int, residency: str) -> str:
@@ -157,19 +151,17 @@ def _sure(final: dict, confirmation: dict) -> str:
     found, quality = headline(final)["paired"][OWN_PATH], headline(final)
     ci, noise = found.get("ci95"), quality.get("noise", {}).get("native_two_parts")
     wrong = quality.get("controls", {}).get("other_prompt")
-    text = "The difference in divergence has no interval"
+    text = "The difference has no interval"
     if ci:
         where = "below zero" if ci[1] < 0 else "above zero" if ci[0] > 0 else "on both sides of zero"
-        text = f"The 95 % interval of the difference in divergence is {interval(ci)} nats, {where}"
+        text = f"The difference's 95 % interval is {interval(ci)} nats, {where}"
     text += (
-        f", on {found['prompts']} prompts from {count(final['articles'])} articles that were opened "
+        f", on {found['prompts']} prompts from {count(final['articles'])} articles, opened "
         f"{times(final['opened'])}, after everything had been fixed. It covers prompts, not training: {_seeds(confirmation)}."
     )
     scale = []
     if noise:
-        scale.append(
-            f"native differs from itself by {_tiny(abs(noise['kl32']['mean']))} when it reads in two parts"
-        )
+        scale.append(f"native in two parts differs from itself by {_tiny(abs(noise['kl32']['mean']))}")
     if wrong:
         scale.append(f"another prompt's cache scores {number(wrong['kl32']['mean'], 2)} nats")
     return f"{text} For scale: {join(scale)}." if scale else text
@@ -182,7 +174,7 @@ def _seeds(confirmation: dict) -> str:
     text = f"one training seed of {count(len(arm['runs']))} was evaluated"
     if len(known) < 2:
         return text
-    return f"{text}, and on the confirmation's prompts they lie up to {small(max(known) - min(known))} nats apart"
+    return f"{text}; on the confirmation's prompts the seeds lie up to {small(max(known) - min(known))} nats apart"
 
 
 def _tiny(value: float) -> str:
