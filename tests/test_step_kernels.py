@@ -122,7 +122,7 @@ def test_kl_and_its_gradient_are_those_of_float64(monkeypatch, request, vocabula
     path = native + 0.3 * draw(5, vocabulary + 1)[:, :-1]
     wanted, gradient = exact_kl(path, native)
     kl = kl_and_gradient(path, native)
-    assert float((kl - wanted).abs().max()) < 1e-5 and float(wanted.min()) > 1e-3
+    assert float((kl - wanted).abs().max()) < 1e-5 and float(wanted.max()) > 1e-2
     assert largest_error([path], [gradient]) < 1e-5
 
 
