@@ -17,15 +17,26 @@ class Folding:
 
     cache: the transformers cache whose `HandoffLayer`s hold the prefix. maps: what attention applies, per layer;
     changed here once a layer is corrected. angles: from `CacheMap.angles`. correct_: `CacheMap.correct_` or a compiled
-    one. check: look for NaN and infinity after.
+    one. check: look for NaN and infinity after. keys_only: `correct_` leaves the values alone, and attention goes on
+    absorbing their part: a cache that is left so is marked as partly corrected.
     """
 
     def __init__(
-        self, prefix, cache, cache_map, angles, maps: list, correct_, *, background: bool, check: bool
+        self,
+        prefix,
+        cache,
+        cache_map,
+        angles,
+        maps: list,
+        correct_,
+        *,
+        background: bool,
+        check: bool,
+        keys_only: bool = False,
     ):
         self.prefix, self.cache, self.map, self.angles, self.maps = prefix, cache, cache_map, angles, maps
         self.correct_ = correct_
-        self.background, self.check = background, check
+        self.background, self.check, self.keys_only = background, check, keys_only
         self.waiting = set(range(len(maps)))
         self._calls = self._budget = 0
         self._mark, self._failed = cache_map.mark(prefix), False
@@ -65,9 +76,9 @@ class Folding:
         if self.check:
             guards.check_layer_finite(layer, held.prefix_keys, held.prefix_values, "the corrected source")
         self._failed = False
-        self.maps[layer] = (IDENTITY, IDENTITY)
+        self.maps[layer] = (IDENTITY, self.maps[layer][1] if self.keys_only else IDENTITY)
         self.waiting.discard(layer)
-        if not self.waiting:
+        if not self.waiting and not self.keys_only:
             self.prefix.corrected_by = self._mark
 
     def finish(self) -> None:

@@ -16,12 +16,15 @@ from kvlib.maps import CacheMap
 
 OURS = ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache")
 CORRECTING = ("in_place", "background")
+NOTICED_S = 0.05  # compiling takes longer than this, finding what was compiled before does not
 
 
 class Handoff:
     """An active handoff. `mode` and `reason` say what was chosen and why; `cache` is the transformers cache.
 
     `compiled`: whether in-place corrections are; `compile_seconds`: what that took on entering, None where nothing was.
+    `may_be_plain`: whether the plain pass takes over, and `reason` says so, where the compiler refuses. `keys_only`:
+    whether that compiled pass corrects the keys alone, with the values' part absorbed into attention.
     """
 
     def __init__(
@@ -33,9 +36,12 @@ class Handoff:
         reason: str,
         check=True,
         compiled=False,
+        may_be_plain=False,
+        keys_only=False,
     ):
         self.model, self.prefix, self.map, self.mode, self.reason = model, prefix, cache_map, mode, reason
         self.check, self.compiled, self.compile_seconds, self.cache = check, compiled, None, None
+        self.may_be_plain, self.keys_only = may_be_plain, keys_only
         self.folding, self._restore = None, None
 
     def __enter__(self) -> "Handoff":
@@ -54,9 +60,10 @@ class Handoff:
             maps = list(cache_map.affines)
         self.cache = handoff_cache(self.prefix)
         if self.mode in CORRECTING and cache_map.kind != "direct":
-            angles, correct_ = cache_map.angles(rotary, self.prefix), cache_map.correct_
-            if self.compiled:
-                correct_, self.compile_seconds = compiled_correction(cache_map, self.prefix, angles)
+            angles = cache_map.angles(rotary, self.prefix)
+            correct_ = self._compiled(cache_map, angles) if self.compiled else cache_map.correct_
+            if self.keys_only:
+                maps = [(IDENTITY, values) for values in cache_map.value_affines]
             self.folding = Folding(
                 self.prefix,
                 self.cache,
@@ -66,9 +73,27 @@ class Handoff:
                 correct_,
                 background=absorbs,
                 check=self.check,
+                keys_only=self.keys_only,
             )
         self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
         return self
+
+    def _compiled(self, cache_map: CacheMap, angles):
+        """The correction compiled; `reason` says how long that took, or why the plain one has taken over."""
+        try:
+            correct_, self.compile_seconds = compiled_correction(
+                cache_map, self.prefix, angles, self.keys_only
+            )
+        except KvlibError as error:
+            if not self.may_be_plain:
+                raise
+            self.compiled = self.keys_only = False
+            why = str(error.__cause__ or error).partition(", expected")[0]
+            self.reason += f", which failed ({why}): the plain pass takes over"
+            return cache_map.correct_
+        if self.compile_seconds >= NOTICED_S:
+            self.reason += f" (in {self.compile_seconds:.1f} s)"
+        return correct_
 
     def _before(self):
         """What is called with a layer's index ahead of every read of its prefix, None for nothing."""

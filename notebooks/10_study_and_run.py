@@ -59,7 +59,8 @@ show_table(
     "“Good” names the direction that is good of a ratio or a share within one run; only these are judged. Absolute"
     " figures of another pair on another text, times and settings are listed, so that a difference in outcome can be"
     " read beside the differences in what was done.",
-    "frozen_evaluation/summary.json, frozen_evaluation/prompts.parquet, latency/summary.json, latency/raw.parquet",
+    "frozen_evaluation/summary.json, frozen_evaluation/prompts.parquet, latency/summary.json, latency/raw.parquet,"
+    " data/published.yaml",
 )
 
 # %% [markdown]

@@ -212,7 +212,9 @@ def test_compile_time_has_a_column_where_it_was_recorded(latency):
     row = latency["modes"][0] | {"mode": "absorbed", "compiled": True, "compile_seconds": 41.5}
     latency["modes"].append(row)
     table = tables.modes(latency)
-    assert table[table["mode"] == "absorbed, compiled"]["compiled, or found compiled, in (s)"].tolist() == [41.5]
+    assert table[table["mode"] == "absorbed, compiled"]["compiled, or found compiled, in (s)"].tolist() == [
+        41.5
+    ]
 
 
 def test_the_pipeline_says_what_it_saves_and_what_it_costs(final, latency):

@@ -83,6 +83,11 @@ class CacheMap(ABC):
         """`affine` of every layer, composed once: attention applies them at every step."""
         return [tuple(a.composed() for a in self.affine(layer)) for layer in range(self.geometry.layers)]
 
+    @functools.cached_property
+    def value_affines(self) -> list[Affine] | None:
+        """The values' part of every layer, composed, where that is affine even if the keys' is not; else None."""
+        return [values for _, values in self.affines] if self.why_not_affine is None else None
+
     def check_shapes(self) -> None:  # noqa: B027 - a map without tensors has nothing to check
         """Raises ValueError when a tensor or setting does not go with the others; for files from outside."""
 

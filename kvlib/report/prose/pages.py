@@ -113,18 +113,16 @@ def _time(latency: dict, prefix_tokens: int, raw: RawTables) -> str:
         if longest != prefix_tokens
         else "At the same length"
     )
-    text = (
-        f"{where} this path {ratio(native.median, resident.median)} if the source has read the prompt anyway"
-    )
+    text = f"{where} this path {_faster(native, resident, raw, longest, 'resident')} if the source has read the prompt anyway"
     if cold is None:
         return f"{text}."
-    return f"{text}, and {_faster(native, cold, raw, longest, 'cold')} if its reading counts."
+    return f"{text}; if that reading counts, it {_faster(native, cold, raw, longest, 'cold')}."
 
 
 def _faster(native: Times, path: Times, raw: RawTables, tokens: int, residency: str) -> str:
     if native.median < path.median:
         return ratio(native.median, path.median)
-    return f"is {factor_text(raw.latency, tokens, residency)} times as fast as native"
+    return f"is {factor_text(raw.latency, tokens, residency)} times as fast"
 
 
 def _cold_range(latency: dict, raw: RawTables) -> str:

@@ -29,6 +29,7 @@ from kvlib.report.tables.results import (
 )
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
 from kvlib.report.tables.trust import (
+    agreement,
     attacked,
     checks,
     controls,
@@ -42,6 +43,7 @@ from kvlib.report.tables.trust import (
 
 __all__ = [
     "arms",
+    "agreement",
     "attacked",
     "cell_text",
     "checks",
