@@ -1,6 +1,6 @@
 """Sentences about the other ways of the learned map: where one of them was faster than the chosen one, and the same way timed twice."""
 
-from kvlib.report.speed import row_of, share
+from kvlib.report.speed import row_of, share, way_of
 from kvlib.report.summaries import prefix_lengths
 from kvlib.report.wording import factor, join, milliseconds, percent
 
@@ -14,11 +14,11 @@ def _chosen(latency: dict) -> str:
     said = []
     for tokens in prefix_lengths(latency):
         own, others = row_of(latency, tokens, "learned"), _others(latency, tokens)
-        known = [row for row in others if row["p50_ms"] and _way(row) != _way(own)] if own else []
+        known = [row for row in others if row["p50_ms"] and way_of(row) != way_of(own)] if own else []
         best = min(known, key=lambda row: row["p50_ms"], default=None)
         if best is not None and best["p50_ms"] < own["p50_ms"]:
             said.append(
-                f"{_way(best)} at {tokens:,} tokens ({milliseconds(best['p50_ms'])}, {factor(share(best, own))} the chosen way's "
+                f"{way_of(best)} at {tokens:,} tokens ({milliseconds(best['p50_ms'])}, {factor(share(best, own))} the chosen way's "
                 f"{milliseconds(own['p50_ms'])})"
             )
     if not said:
@@ -30,7 +30,7 @@ def _twice(latency: dict) -> str:
     """The chosen way asked for by name once more: two medians of one and the same work."""
     longest = prefix_lengths(latency)[-1]
     own = row_of(latency, longest, "learned")
-    same = [row for row in _others(latency, longest) if own and _way(row) == _way(own)]
+    same = [row for row in _others(latency, longest) if own and way_of(row) == way_of(own)]
     if not same:
         return "The chosen way itself was not asked for by name, so it was timed once."
     apart = abs(same[0]["p50_ms"] / own["p50_ms"] - 1)
@@ -43,7 +43,3 @@ def _twice(latency: dict) -> str:
 
 def _others(latency: dict, tokens: int) -> list[dict]:
     return [row for row in latency["modes"] if row["prefix_tokens"] == tokens]
-
-
-def _way(row: dict) -> str:
-    return row["mode"].replace("_", " ") + (", compiled" if row.get("compiled") else "")
