@@ -4,6 +4,7 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention, name_or_type
+from kvlib.room import out_of_memory
 
 TOKEN_DTYPES = (torch.int64, torch.int32)  # what an embedding takes
 
@@ -81,6 +82,20 @@ def check_padding(valid, like: torch.Tensor) -> None:
         )
 
 
+def converted(tensors: list[torch.Tensor], *args, **kwargs) -> list[torch.Tensor]:
+    """Each through `Tensor.to`; KvlibError where that knows no such device or dtype."""
+    try:
+        return [tensor.to(*args, **kwargs) for tensor in tensors]
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: torch without CUDA
+        if out_of_memory(error):
+            raise
+        given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+        raise KvlibError(
+            f"a cache was to be converted by .to({given}), expected a device that is here or a dtype of torch: write .to('cpu') "
+            "or .to(torch.float32) for example"
+        ) from error
+
+
 def chosen_rows(prompts, batch: int) -> torch.Tensor:
     """The rows that `prompts` (a list, a slice or a 1-dimensional tensor) picks out of `batch`; KvlibError for none."""
     try:
@@ -106,6 +121,30 @@ def check_computed_by(cache, model, input_ids) -> None:
             f"a cache of {cache.geometry} given as computed by {name_or_type(model)}, which has {Geometry.of(model)}: "
             "pass the model that computed it"
         )
+
+
+def check_filled(cache) -> None:
+    """Raises KvlibError unless every layer of a transformers cache holds all positions that it has seen, and some."""
+    if not isinstance(getattr(cache, "layers", None), list) or not cache.layers:
+        raise KvlibError(
+            f"a {type(cache).__name__} without layers given, expected a transformers cache that a model has filled: "
+            "prefill with a model that keeps keys and values, or pass tensors to PrefixCache"
+        )
+    for layer, held in enumerate(cache.layers):
+        if getattr(held, "is_sliding", False):
+            raise KvlibError(
+                f"layer {layer} of the given cache is a sliding window, expected one that keeps every position: "
+                "use a model with full attention in every layer"
+            )
+        keys = getattr(held, "keys", None)
+        if keys is None or keys.numel() == 0:
+            raise KvlibError(f"layer {layer} of the given cache is empty: run a prefill with it first")
+        seen = int(held.get_seq_length())
+        if keys.ndim == 4 and keys.shape[2] != seen:
+            raise KvlibError(
+                f"layer {layer} of the given cache ({type(held).__name__}) has seen {seen} positions and holds "
+                f"{keys.shape[2]}, expected every one and no more: prefill with a DynamicCache"
+            )
 
 
 def check_finite(cache, owner: str) -> None:
@@ -222,6 +261,16 @@ def check_held_back(input_ids: torch.Tensor) -> None:
         raise KvlibError(
             f"prompts of {input_ids.shape[1]} token given, expected at least 2: the cache covers all but the last"
         )
+
+
+def check_no_padding(attention_mask) -> None:
+    """Raises KvlibError for a mask (B, T) that leaves a token out."""
+    if attention_mask is None or bool(torch.as_tensor(attention_mask).all()):
+        return
+    raise KvlibError(
+        "an attention_mask with padding given to prefill, expected prompts of one length: prefill each by itself, or run the model "
+        "with its mask and pass its keys and values to PrefixCache(keys, values, valid=attention_mask.bool())"
+    )
 
 
 def check_vocabulary(model, ids: torch.Tensor) -> None:
