@@ -114,7 +114,7 @@ show(
 # first. {term}`In place <in place>` corrects the cache that was handed over, without a second one.
 # {term}`Background <background>`, where it was asked for, starts absorbed and folds the correction into the cache
 # while decoding goes on; its first token is that of the absorbed way. {term}`Compiled <compiled>`,
-# where it was asked for and a compiler was there, is in place by a pass that torch's compiler made before any clock ran.
+# where it was asked for and a compiler was there, is in place by a pass that was compiled before any clock ran.
 #
 # {glue:text}`ways` {glue:text}`left_out`
 

@@ -112,7 +112,7 @@ show_table(
 #   training. [The comparison](10_study_and_run) lists every figure beside the study's and says better, same or worse.
 # - **The order** of the paths is the result: learned below direct, ridge above both. Which arm is frozen, and its last
 #   digits, may differ from the study's: its data order and seeds are not public.
-# - **Times** differ most: here an affine correction is absorbed into the attention, and the study's was not.
+# - **Times** differ most: here an affine correction is absorbed into the attention, and the study's, by its figures, was not.
 
 # %% [markdown]
 # ## What to send back

@@ -357,6 +357,19 @@ def _frozen_evaluation(folder: Path, head: dict, rng, manifest: str) -> None:
             "commit": "0123abc",
             "gates": GATES,
             "modes": {"direct": "absorbed", "ridge": "absorbed", "learned": "absorbed"},
+            "agreement": [
+                {
+                    "map": name,
+                    "prompts": 4,
+                    "comparisons": 4 * 32 * 49152 * 2,
+                    "moved": 2.5,
+                    "max_abs_difference": {"in_place": 2e-5, "absorbed": 3e-5},
+                    "logit_scale": 21.0,
+                    "tolerance": 0.001,
+                    "passed": True,
+                }
+                for name in ("ridge", "learned")
+            ],
         },
         opened=1,
     )

@@ -25,10 +25,11 @@ from kvlib.study.final_tables import (
     summarise_final,
 )
 from kvlib.study.freezing import check_manifest, openings, record_opening
-from kvlib.study.gate import gates
+from kvlib.study.gate import agreement, gates
 from kvlib.study.lowering import PROMPTS, room
 from kvlib.study.models import OneModel, load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
+from kvlib.study.profile import Evaluation
 from kvlib.study.progress import Progress
 from kvlib.study.prompts import TOO_MANY, PromptStore
 from kvlib.study.records import hash_json, write_table
@@ -73,6 +74,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     store.fill_with("native", lambda: target, progress, PREFILL_UNITS)
     low = load_pair_model(run, "target", rough) if ROUGH in rows["controls"] else None
     maps = {name: cache_map.to(device) for name, cache_map in maps.items()}
+    agreed = ways_agree(store, target, maps, settings)
     bench = Bench(store, target, low, maps, donors_of([item.article for item in items]), profile.seed)
     write = {"steps": lambda *batch: bench.paths(*batch, tokenizer), "controls": bench.controls}
 
@@ -103,11 +105,20 @@ def run_frozen_evaluation(run: Run) -> dict:
             "frozen": manifest["hash"],
             "commit": commit(),
             "gates": passed,
+            "agreement": agreed,
             "modes": modes(maps),
         },
         started,
         {"opened": len(openings(run))},
     )
+
+
+def ways_agree(store: PromptStore, target, maps: dict[str, CacheMap], settings: Evaluation) -> list[dict]:
+    """`agreement` of the frozen maps over the first prompts, along the first forcing's tokens."""
+    prefix, references = store.batch(0)
+    inputs, device = references[settings.forcings[0]].inputs, next(target.parameters()).device
+    frozen = {name: maps[name] for name in PATHS if name in maps and name != "direct"}
+    return agreement(target, prefix.to(device), inputs.to(device), frozen, settings.gate_tolerance)
 
 
 def work_folder(run: Run, manifest_hash: str) -> Path:

@@ -114,6 +114,61 @@ def gates(
     return found
 
 
+@torch.no_grad()
+def agreement(
+    target, prefix: PrefixCache, inputs: torch.Tensor, maps: dict[str, CacheMap], tolerance: float
+) -> list[dict]:
+    """Real maps over a source's cache, through every mode that each allows, against the corrected cache written out.
+
+    What `gate` cannot show, since its maps change nothing: that the ways of applying a map that changes the cache agree.
+
+    Args:
+        prefix: the source's, over (N, T) tokens; at most `GATE_PROMPTS` prompts are used. inputs: (N, S) tokens to read
+            after it. tolerance: on logits, absolute.
+
+    Returns: per map {"map", "prompts", "comparisons" (logits compared), "moved" (the largest difference from direct
+        reuse's logits: how much the map changes), "max_abs_difference" by mode, "logit_scale", "tolerance", "passed"}.
+        Raises KvlibError when one does not pass.
+    """
+    few = slice(0, GATE_PROMPTS)
+    prefix, inputs = prefix.select(few), inputs[few]
+    untouched = _through(target, prefix, DirectMap(), "materialised", inputs)
+    found = []
+    for name, cache_map in maps.items():
+        written = _through(target, prefix, cache_map, "materialised", inputs)
+        modes = [mode for mode in MODES[1:] if mode != "absorbed" or not cache_map.why_not_affine]
+        differences = {
+            mode: float((_through(target, prefix, cache_map, mode, inputs) - written).abs().max())
+            for mode in modes
+        }
+        largest = max(differences.values())
+        found.append(
+            {
+                "map": name,
+                "prompts": len(inputs),
+                "comparisons": len(modes) * written.numel(),
+                "moved": float((written - untouched).abs().max()),
+                "max_abs_difference": differences,
+                "logit_scale": float(written.abs().max()),
+                "tolerance": tolerance,
+                "passed": largest <= tolerance,
+            }
+        )
+        if not found[-1]["passed"]:
+            raise KvlibError(
+                f"the {name} map gives logits that differ by {largest:.3g} between two ways of applying it, expected at most "
+                f"{tolerance:g}; its figures would depend on the way that was timed: check dtype and attention of the target"
+            )
+    return found
+
+
+def _through(
+    target, prefix: PrefixCache, cache_map: CacheMap, mode: str, inputs: torch.Tensor
+) -> torch.Tensor:
+    with handoff(target, prefix.clone(), cache_map, mode) as active:
+        return active.logits(inputs)
+
+
 def worst(found: list[dict]) -> dict:
     """The gate with the largest difference."""
     return max(found, key=lambda record: max(record["max_abs_difference"].values()))

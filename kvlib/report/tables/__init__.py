@@ -17,10 +17,21 @@ from kvlib.report.tables.making import (
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
 from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
-from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
+from kvlib.report.tables.trust import (
+    agreement,
+    attacked,
+    checks,
+    controls,
+    decision,
+    first_step,
+    gates,
+    noise,
+    worst,
+)
 
 __all__ = [
     "arms",
+    "agreement",
     "attacked",
     "cell_text",
     "checks",
