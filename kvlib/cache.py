@@ -180,6 +180,11 @@ class PrefixCache:
         return cls(*layers, origin=Origin.of(model, input_ids))
 
 
+def branch(cache: DynamicCache) -> DynamicCache:
+    """A cache of its own that goes on from here: it shares the tensors, and appending to it copies them first."""
+    return DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+
+
 def handoff_cache(prefix: PrefixCache) -> Cache:
     """A transformers cache whose layers are `HandoffLayer`s over the prefix's tensors."""
     return Cache(layers=[HandoffLayer(k, v) for k, v in zip(prefix.keys, prefix.values)])

@@ -3,8 +3,8 @@
 from kvlib.compiled import why_not_compiled
 from kvlib.latency import TargetPath
 from kvlib.maps import CacheMap
+from kvlib.ways import WAYS as WAYS
 
-WAYS = ("materialised", "in_place", "absorbed", "background", "compiled")
 AFFINE_ONLY = ("absorbed", "background")
 MARK = "@"
 ITSELF = "that is how this path itself is handed over"

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from kvlib.cache import PrefixCache, prefill
-from kvlib.divergence import Divergence, Reference, divergence, path_divergence
+from kvlib.divergence import Divergence, Reference, divergence, native_logits, path_divergence
 from kvlib.handoff import handoff
 from kvlib.maps import CacheMap, DirectMap, load_map
 from kvlib.pair import rotary_of
@@ -174,12 +174,14 @@ class Bench:
             cache, found = prefix.select(few), {}
             for forcing, whole in references.items():
                 reference = whole.select(few)
+                logits = native_logits(self.target, reference)  # of all paths
                 for name in PATHS:
                     if name == "native":  # by definition its own reference
-                        logits = self.target.get_output_embeddings()(reference.hidden)
                         found[forcing, name] = divergence(logits, logits, reference.forced)
                     else:
-                        found[forcing, name] = path_divergence(self.target, cache, self.maps[name], reference)
+                        found[forcing, name] = path_divergence(
+                            self.target, cache, self.maps[name], reference, native=logits
+                        )
             return found
 
         frames = [
@@ -228,11 +230,13 @@ class Bench:
         rough = prefill(self.low, head) if self.low is not None else None
         found = {}
         for forcing, reference in references.items():
+            logits = native_logits(self.target, reference)  # of all controls
+            against_native = partial(path_divergence, self.target, reference=reference, native=logits)
             for name, (kind, of, _) in CONTROLS.items():
                 if of in maps:
-                    found[forcing, name] = path_divergence(self.target, caches[kind], maps[of], reference)
+                    found[forcing, name] = against_native(caches[kind], maps[of])
             for name, cache in native.items():
-                found[forcing, name] = path_divergence(self.target, cache, DirectMap(), reference)
+                found[forcing, name] = against_native(cache, DirectMap())
             if rough is not None:
                 found[forcing, ROUGH] = self._rough(rough, reference)
         return found

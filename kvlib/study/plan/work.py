@@ -122,6 +122,12 @@ def _scored(bench: Bench, prompts: int, tables: float) -> list[Part]:
     return [Part("scoring maps on validation prompts", cost, tables * prompts / batch)]
 
 
+def unit_flop(bench: Bench, arm: Arm, steps: int, prompts: int, tables: int) -> float:
+    """Operations of a training of so many steps, and of scoring so many maps on so many prompts."""
+    parts = [*_training(bench, arm, steps), *_scored(bench, prompts, tables)]
+    return sum(part.times * part.cost.flop for part in parts)
+
+
 def _screening(bench: Bench) -> list[Part]:
     profile, settings = bench.profile, bench.profile.screening
     windows, prompts = profile.partitions.screen_train.items, profile.partitions.screen_validate.items
