@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvlib import guards
-from kvlib.cache_layers import CacheIsFull, HandoffLayer, filled_cache
+from kvlib.cache_layers import CacheIsFull, HandoffLayer, check_filled, filled_cache
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
@@ -172,7 +172,7 @@ class PrefixCache:
             model: which computed it. input_ids: (B, T) over which tokens. Say both where they are known: a handoff can
                 then tell a cache of another model or prompt.
         """
-        guards.check_filled(cache)
+        check_filled(cache)
         layers = [held.keys for held in cache.layers], [held.values for held in cache.layers]
         if model is None and input_ids is None:
             return cls(*layers)
