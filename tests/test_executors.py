@@ -262,7 +262,7 @@ def test_one_process_needs_no_ray():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"executor": "slurm"}, "input should be 'local' or 'ray'"),
+        ({"executor": "slurm"}, "executor is 'slurm', expected 'local' or 'ray'"),
         ({"address": "auto"}, "address auto was given without executor ray"),
         ({"executor": "ray", "gpus_per_unit": 2}, "gpus_per_unit is 2"),
         ({"executor": "ray", "threads_per_unit": 0}, "threads_per_unit is 0"),

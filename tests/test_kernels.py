@@ -327,7 +327,7 @@ def test_the_compiler_may_be_named_with_options(counted, monkeypatch):
 def test_the_source_counts_as_code_and_ships_with_the_package():
     assert SOURCE in code_files()
     settings = (SOURCE.parents[2] / "pyproject.toml").read_text()
-    assert '"kvlib.kernels" = ["*.c"]' in settings
+    assert '"kvlib.kernels" = ["*.c", "*.h"]' in settings
     assert isinstance(compiler.library(SOURCE, {
         "DIM": 4, "RANK": 8, "REAL": "float", "STORED": 0, "RMS": 0, "SQUARES": 0, "TURN": 0,
     }), ctypes.CDLL)  # fmt: skip

@@ -23,7 +23,7 @@ from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import hash_json, read_record, sha256_file, write_json
 from kvlib.study.shares import SHARES, read_shares
 
-SOURCES = (".py", ".c")  # what kvlib's code is written in
+SOURCES = (".py", ".c", ".h")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.

@@ -58,7 +58,11 @@ def tidy(folder: Path) -> Iterator[None]:
     try:
         yield
     except KvlibError:
-        if not there and {path.name for path in folder.rglob("*") if path.is_file()} <= LOCKS:
+        if (
+            not there
+            and folder.is_dir()
+            and {path.name for path in folder.rglob("*") if path.is_file()} <= LOCKS
+        ):
             remove(folder)
             if not parent_there:
                 with contextlib.suppress(OSError):  # someone else's run is in it by now
