@@ -122,7 +122,7 @@ def _time(latency: dict, prefix_tokens: int, raw: RawTables) -> str:
 def _faster(native: Times, path: Times, raw: RawTables, tokens: int, residency: str) -> str:
     if native.median < path.median:
         return ratio(native.median, path.median)
-    return f"is {factor_text(raw.latency, tokens, residency)} times as fast"
+    return f"is {factor_text(raw.latency, tokens, residency)} times as fast as native"
 
 
 def _cold_range(latency: dict, raw: RawTables) -> str:
