@@ -81,7 +81,7 @@ show_table(
 glue_facts(front_facts(records, prefix_tokens=study.profile.prompt.prefix_tokens))
 glue_chart(
     "frontier",
-    figures.frontier(records["frozen_evaluation"], records["latency"]),
+    figures.frontier(records["frozen_evaluation"], records["latency"], study.profile.prompt.prefix_tokens),
     "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already there; open markers:"
     " the source's own prefill counts too. Fidelity was measured at one prefix length, so the slider moves the times alone."
     " Whiskers are standard errors.",

@@ -16,7 +16,16 @@ from kvlib.report.tables.making import (
 )
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
 from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
-from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
+from kvlib.report.tables.speed import (
+    cold,
+    floor,
+    left_out,
+    modes,
+    moved_frontier,
+    pipeline,
+    step_parts,
+    targets,
+)
 from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
 
 __all__ = [
@@ -24,6 +33,7 @@ __all__ = [
     "attacked",
     "cell_text",
     "checks",
+    "cold",
     "colophon",
     "confirmation",
     "controls",
