@@ -100,6 +100,10 @@ def cold_ratio(raw: pd.DataFrame) -> go.Figure:
         )
     figure.update_layout(scattermode="group", scattergap=0.35)
     figure.update_xaxes(type="category", categoryorder="array", categoryarray=names)
+    shown = [1.0, *(value for trace in figure.data for value in trace.y)]
+    figure.update_yaxes(
+        range=[min(shown) - 0.05, max(shown) + 0.05]
+    )  # grouped markers would have it begin at zero
     figure.add_hline(y=1, line={"color": NEUTRAL, "dash": "dash", "width": 1.2})
     return finish(
         figure,

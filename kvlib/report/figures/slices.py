@@ -54,7 +54,6 @@ def slices(screening: dict, validation: pd.DataFrame) -> go.Figure:
                 error_y={"array": [errors.get(arm["id"], 0) for arm in found], "thickness": 1.4, "width": 5},
                 name=style.label,
                 legendgroup=base,
-                offsetgroup=base,
                 showlegend=number == 0,
                 mode="lines+markers" if axis in ORDERED else "markers",
                 marker=style.marker(10),
@@ -85,7 +84,6 @@ def slices(screening: dict, validation: pd.DataFrame) -> go.Figure:
             type="category", categoryorder="array", categoryarray=categories, range=edges, **place
         )
     figure.update_yaxes(col=1, title_text="KL32 (nats)")
-    figure.update_layout(scattermode="group", scattergap=0.75)
     return finish(
         figure,
         "Screening: validation KL32 (nats per token) against one setting at a time",

@@ -66,7 +66,7 @@ def controls(final: dict) -> go.Figure:
     figure = finish(
         figure,
         "Final prompts: mean KL32 (nats per token, logarithmic) of the paths and of the controls",
-        x="KL32 (nats, logarithmic from the break on)",
+        x="KL32 (nats, logarithmic)",
         height=170 + 34 * len(rows),
     )
     axis = log_axis([low, high], pad=0.12)
