@@ -159,8 +159,9 @@ def _shape(shape) -> dict:
 def plan(record: Record) -> list[Part]:
     """What is measured, in order: first what the figures need at every length, last what may take long."""
     models, counts = record.models, record.counts
-    entries = resident_entries(models.maps)
-    cold = [e for e in standard_entries(models.maps["ridge"], models.maps["linear"]) if e.mode == "absorbed"]
+    entries = resident_entries(models)
+    standard = standard_entries(models.maps["ridge"], models.maps["linear"], models.device)
+    cold = [e for e in standard if e.mode == "absorbed"]
 
     def resident(n, enough):
         found = time_resident(models, entries, n, seed=n, enough=enough, **counts)

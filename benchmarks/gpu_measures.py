@@ -52,9 +52,10 @@ class Models:
         )
 
 
-def resident_entries(maps: dict[str, CacheMap]) -> list[Entry]:
+def resident_entries(models: Models) -> list[Entry]:
     """Every path and every mode that kvlib offers without compiling, and the naive way."""
-    entries = standard_entries(maps["ridge"], maps["linear"])
+    maps = models.maps
+    entries = standard_entries(maps["ridge"], maps["linear"], models.device)
     entries += [entry("learned", maps[kind], "in_place") for kind in IN_PLACE_KINDS]
     return entries + [
         entry("learned", maps["linear"], mode) for mode in ("background", "materialised", "naive")

@@ -12,8 +12,8 @@ from common import Clocked
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache, prefill
+from kvlib.compiled import why_not_by_itself
 from kvlib.geometry import rotary_of
-from kvlib.handoff import handoff
 from kvlib.latency import FirstToken, TargetPath, first_token, synchronise
 from kvlib.maps import CacheMap, DirectMap
 
@@ -22,13 +22,17 @@ CONSUMING = ("in_place", "background")
 
 @dataclass(frozen=True, eq=False)  # a map holds tensors, which do not compare
 class Entry:
-    """path: as in the records. kind: of map, None for native. mode: as asked of `handoff`, or prefill, stock, naive."""
+    """path: as in the records. kind: of map, None for native. mode: as asked of `handoff`, or prefill, stock, naive.
+
+    chosen: mode and compiled say what `handoff` comes to by itself, and it is left to choose.
+    """
 
     path: str
     kind: str | None
     mode: str
     cache_map: CacheMap | None = None
     compiled: bool = False
+    chosen: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +47,8 @@ class Entry:
     def target_path(self) -> TargetPath:
         if self.mode in ("prefill", "stock"):
             return TargetPath(self.path, self.mode)
-        return TargetPath(self.path, "handoff", self.cache_map, self.mode)
+        mode, compiled = ("auto", None) if self.chosen else (self.mode, self.compiled)
+        return TargetPath(self.path, "handoff", self.cache_map, mode, compiled)
 
 
 NATIVE = Entry("native", None, "prefill")
@@ -58,16 +63,22 @@ def kind_of(cache_map: CacheMap) -> str:
     return cache_map.features if cache_map.features != "own" else cache_map.residual
 
 
-def entry(path: str, cache_map: CacheMap, mode: str = "auto", *, compiled: bool = False) -> Entry:
-    """`auto` is absorbed where the map allows it, else in place, as `handoff` chooses."""
-    if mode == "auto":
-        mode = "in_place" if cache_map.why_not_affine else "absorbed"
+def entry(path: str, cache_map: CacheMap, mode: str, *, compiled: bool = False) -> Entry:
     return Entry(path, kind_of(cache_map), mode, cache_map, compiled)
 
 
-def standard_entries(ridge: CacheMap, learned: CacheMap) -> list[Entry]:
+def chosen_entry(path: str, cache_map: CacheMap, device: torch.device) -> Entry:
+    """As `handoff` chooses: absorbed where the map allows it, else in place, compiled where that is done unasked."""
+    if cache_map.why_not_affine is None:
+        return Entry(path, kind_of(cache_map), "absorbed", cache_map, chosen=True)
+    compiled = why_not_by_itself(cache_map, device) is None
+    return Entry(path, kind_of(cache_map), "in_place", cache_map, compiled, chosen=True)
+
+
+def standard_entries(ridge: CacheMap, learned: CacheMap, device: torch.device) -> list[Entry]:
     """The four paths and stock direct."""
-    return [NATIVE, DIRECT, STOCK, entry("ridge", ridge), entry("learned", learned)]
+    chosen = [chosen_entry(name, one, device) for name, one in (("ridge", ridge), ("learned", learned))]
+    return [NATIVE, DIRECT, STOCK, *chosen]
 
 
 def clocked(
@@ -99,8 +110,6 @@ def clocked_cold(which: Entry, target, source, prompt: torch.Tensor) -> Clocked:
 
 def _from_prefix(which: Entry, target, prompt: torch.Tensor):
     """A function of the prefix that gives the `FirstToken`."""
-    if which.compiled:
-        return lambda prefix: _compiled_first_token(which, target, prompt, prefix)
     if which.mode != "naive":
         path = which.target_path()
         return lambda prefix: first_token(target, path, prompt, prefix)
@@ -110,14 +119,6 @@ def _from_prefix(which: Entry, target, prompt: torch.Tensor):
         return first_token(target, stock, prompt, naive.write_out(prefix))
 
     return run
-
-
-@torch.no_grad()
-def _compiled_first_token(which: Entry, target, prompt: torch.Tensor, prefix: PrefixCache) -> FirstToken:
-    """As `kvlib.latency.first_token` does it, with the correction compiled."""
-    with handoff(target, prefix, which.cache_map, which.mode, check=False, compiled=True) as active:
-        logits = active.logits(prompt[:, -1:], last=True)
-    return FirstToken(int(logits[0, -1].argmax()), active.mode, active.cache)
 
 
 class NaiveMap:

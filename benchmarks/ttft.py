@@ -22,7 +22,7 @@ from common import (
     timing_row,
     write_table,
 )
-from paths import CONSUMING, Entry, clocked, entry, standard_entries
+from paths import Entry, clocked, entry, standard_entries
 from shapes import TINY_TARGET, random_maps, random_model, random_prefix
 
 from kvlib.cache import Geometry
@@ -33,12 +33,17 @@ from kvlib.pair import load_model
 EXTRA_MODES = ("in_place", "background", "materialised", "naive")
 
 
-def entries_for(ridge: CacheMap, learned: CacheMap, *, compiled: bool = False) -> list[Entry]:
+def entries_for(
+    ridge: CacheMap, learned: CacheMap, device: torch.device, *, compiled: bool = False
+) -> list[Entry]:
     """The four paths and stock direct, then learned in its other modes and ridge written out as the study's."""
-    entries = [*standard_entries(ridge, learned), entry("ridge", ridge, "naive")]
-    modes = [mode for mode in EXTRA_MODES if learned.why_not_affine is None or mode not in CONSUMING]
+    entries = [*standard_entries(ridge, learned, device), entry("ridge", ridge, "naive")]
+    chosen = entries[-2]
+    modes = [mode for mode in EXTRA_MODES if mode != chosen.mode or chosen.compiled]
+    if learned.why_not_affine is not None:
+        modes.remove("background")
     entries += [entry("learned", learned, mode) for mode in modes]
-    if compiled and why_not_compiled(learned) is None:
+    if compiled and not chosen.compiled and why_not_compiled(learned) is None:
         entries.append(entry("learned", learned, "in_place", compiled=True))
     return entries
 
@@ -57,7 +62,10 @@ def measure_ttft(
 ) -> tuple[list[dict], list[dict]]:
     """(rows, floor): one row per length, path and mode; `maps` are those of ridge and learned."""
     weight, rows, floors = next(target.parameters()), [], []
-    shape, entries = Geometry.of(target), entries_for(maps["ridge"], maps["learned"], compiled=compiled)
+    shape, entries = (
+        Geometry.of(target),
+        entries_for(maps["ridge"], maps["learned"], weight.device, compiled=compiled),
+    )
     for tokens in lengths:
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(target.config.vocab_size, (1, tokens), generator=generator).to(weight.device)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlib import products
+from kvlib.kernels import attend
 
 QUERY_ROWS = 4096  # bounds the score matrix: queries are taken in chunks of this many rows per KV head
 
@@ -34,6 +35,12 @@ class Affine:
     @property
     def is_identity(self) -> bool:
         return self.dense is None and self.bias is None and self.left is None
+
+    @property
+    def learns(self) -> bool:
+        """Whether a gradient of one of its parts is asked for."""
+        parts = (self.dense, self.bias, self.left, self.right)
+        return any(t is not None and t.requires_grad for t in parts)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
         """Map x (..., H, N, D); `weight` (..., H, N, 1) is the share of the bias that applies to each row."""
@@ -108,7 +115,8 @@ def two_segment_attention(
         prefix_valid: bool (B, T), false at padding.
 
     Returns: (B, Q, S, D), dtype of q. The softmax is float32. On a CPU, half precision is computed in float32: the
-    processor's half-precision matrix product rounds the scores to 8 bits.
+    processor's half-precision matrix product rounds the scores to 8 bits. There one new token goes through compiled code
+    where it can be had (`kvlib.kernels.attend`), else and for more tokens through torch; both say the same.
     """
     batch, query_heads, steps, dim = q.shape
     heads, dtype = prefix_keys.shape[1], q.dtype
@@ -118,6 +126,18 @@ def two_segment_attention(
             q, prefix_keys, prefix_values, new_keys, new_values, scaling, key_map, value_map, prefix_valid,
             max(1, QUERY_ROWS // group),
         )  # fmt: skip
+    step = attend.kernel(q, prefix_keys, prefix_values, new_keys, new_values)
+    if step is not None and not (torch.is_grad_enabled() and (key_map.learns or value_map.learns)):
+        q = (q.float() * scaling).reshape(batch, heads, group, dim)
+        read = q if key_map.is_identity else key_map.transpose(q)
+        bias = None if key_map.bias is None else (q * key_map.bias.unsqueeze(-2)).sum(-1)
+        apart = not value_map.is_identity
+        out, new, share = step(
+            read, q, prefix_keys, prefix_values, new_keys, new_values, bias, prefix_valid, apart
+        )
+        if apart:
+            out = value_map.forward(out, share.unsqueeze(-1)).add_(new)
+        return out.view(q.shape[0], query_heads, steps, dim).to(dtype)
     if q.device.type == "cpu" and dtype != torch.float64:
         q, prefix_keys, prefix_values, new_keys, new_values = (
             t.float() for t in (q, prefix_keys, prefix_values, new_keys, new_values)

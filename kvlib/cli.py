@@ -33,9 +33,10 @@ from kvlib.options import (
 from kvlib.planned import plan
 from kvlib.study.display import duration
 from kvlib.terminal import PairsCommand, run_app, say, short
+from kvlib.usage import Commands
 
 app = typer.Typer(
-    add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    cls=Commands, add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Run the study's notebooks, build its book, look at its runs.",
 )  # fmt: skip
 
@@ -69,6 +70,7 @@ def run(
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
     from kvlib.study.run import HOME_VARIABLE, Run, device_of
+    from kvlib.study.starting import check_start, tidy
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())
     how = Settings.from_environment(
@@ -92,10 +94,11 @@ def run(
     run = settings.name if run is None else run
     folder = run_folder_of(run)
     values = values_by_script(chosen, texts)
+    check_start(from_here, run, values, reset)
     if how.executor == "local":
         device_of(settings)  # that there is one; a cluster's cards are not this machine's
     started = time.monotonic()
-    with run_lock(folder):
+    with tidy(folder), run_lock(folder):
         execution.remove_leftovers(run)
         if reset:
             execution.forget_parameters(run)
@@ -131,13 +134,13 @@ def evidence(
 ) -> None:
     """Ask more of the frozen map of a run that is finished, then build its book again."""
     from kvlib.study import execution
+    from kvlib.study.names import NOTEBOOKS, STAGES
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import NOTEBOOKS, STAGES, Run
 
     run = load_profile(profile or DEFAULT_PROFILE).name if run is None else run
     folder = existing_run(run)
-    profile = profile or profile_of(run)
+    profile = profile or profile_of(run) or DEFAULT_PROFILE
     if profile.endswith((".yaml", ".yml")):  # notebooks run in the home folder
         profile = os.path.relpath(profile, execution.home())
     started, script = time.monotonic(), execution.script_of(NOTEBOOKS["evidence"])
@@ -147,7 +150,7 @@ def evidence(
         done = execution.run_notebook(script, profile, run, {}, label=f"[{script.stem}]")
         took = f"done in {duration(done.seconds)}" if done.ran else "nothing has changed since it was run"
         say(f"[{script.stem}]: {took}")
-        opened = Run.open(profile_of(run), run, results=folder.parent)
+        opened = open_existing(run)
         if attacks:
             _attack(opened)
         if not all(opened.finished(stage) for stage in STAGES):

@@ -49,6 +49,14 @@ def why_not_compiled(cache_map) -> str | None:
     return None
 
 
+def why_not_by_itself(cache_map, device: torch.device) -> str | None:
+    """None when a handoff that chooses for itself has the in-place correction compiled, else the reason in a few words."""
+    if not made_of_c(device):
+        return "compiling for a GPU takes most of a minute: ask for it with compiled=True"
+    why_not = why_not_compiled(cache_map) or no_compiler(device)
+    return why_not or _refusals().get(_kind(cache_map))
+
+
 def add_residual(x, rows, squares, right, turned, turned_right, cos, sin, normalise: bool) -> None:
     """x (B, H, T, D) += the low-rank residual, written out rank by rank for the compiler; float32 inside.
 
@@ -78,6 +86,18 @@ def add_residual(x, rows, squares, right, turned, turned_right, cos, sin, normal
 
 
 @functools.cache
+def _refusals() -> dict[tuple, str]:
+    """What the process's C compilers refused: only who asks for it by name has it tried again, on no clock of others."""
+    return {}
+
+
+def _kind(cache_map: ResidualMap) -> tuple:
+    weight = cache_map.key_left
+    made_from = (cache_map.residual, cache_map.features, cache_map.rank, cache_map.geometry.head_dim)
+    return (*compiler.command(), *made_from, weight.dtype)
+
+
+@functools.cache
 def _compiled() -> Callable:
     return torch.compile(add_residual)
 
@@ -88,8 +108,12 @@ def _ready() -> set:
     return set()
 
 
-def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callable, float]:
+def compiled_correction(
+    cache_map: ResidualMap, prefix, angles, keys_only: bool = False
+) -> tuple[Callable, float]:
     """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
+
+    keys_only: on a processor, leave the values as they are.
 
     torch.compile does so once per process, kind of map, batch and dtype; C is compiled once per kind of map, rank,
     head_dim and dtype, and kept in the user's cache folder. Later calls find it done.
@@ -98,10 +122,14 @@ def compiled_correction(cache_map: ResidualMap, prefix, angles) -> tuple[Callabl
     """
     started = time.perf_counter()
     try:
-        correction = c_correction if made_of_c(prefix.device) else torch_correction
-        correct_ = correction(cache_map, prefix, angles)
+        if made_of_c(prefix.device):
+            correct_ = c_correction(cache_map, prefix, angles, keys_only=keys_only)
+        else:
+            correct_ = torch_correction(cache_map, prefix, angles)
     except KvlibError as error:
         reason = str(error).partition(", expected")[0]
+        if made_of_c(prefix.device):
+            _refusals()[_kind(cache_map)] = reason
         raise KvlibError(
             f"compiled=True given, expected a C compiler with OpenMP, or Triton on a GPU ({reason}): install it, or leave "
             "compiled out"

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache
 
-from kvlib.cache import PrefixCache, forward
+from kvlib.cache import PrefixCache, branch, forward
 from kvlib.errors import KvlibError
 from kvlib.guards import all_finite, check_prompt, kind_of, position_limit
 from kvlib.handoff import handoff
 from kvlib.linear import fast_linears
 from kvlib.maps.base import CacheMap
+
+ROWS_AT_ONCE = 8  # of logits: 8 x 49,152 numbers in float32 are 1.5 MiB
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,23 @@ def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
     """Native's own greedy continuation of `prompts` (B, T); an end-of-text token does not stop it."""
     check_prompt(target, prompts)
     _check_steps(target, prompts.shape[1], steps)
-    cache, head = DynamicCache(), target.get_output_embeddings()
+    return _decoded(target, prompts, steps, *_read(target, prompts))
+
+
+def _read(target, prompts: torch.Tensor) -> tuple[DynamicCache, torch.Tensor]:
+    """(native's cache over `prompts` (B, T), its final hidden state at the last position (B, 1, C))."""
+    cache = DynamicCache()
     positions = torch.arange(prompts.shape[1], device=prompts.device).unsqueeze(0)
     with fast_linears(target):
-        state = forward(target, prompts, cache, positions)[:, -1:]
+        return cache, forward(target, prompts, cache, positions)[:, -1:]
+
+
+def _decoded(
+    target, prompts: torch.Tensor, steps: int, cache: DynamicCache, state: torch.Tensor
+) -> Reference:
+    """Greedy from what `_read` gave; the cache grows."""
+    head = target.get_output_embeddings()
+    with fast_linears(target):
         logits = head(state)
         hidden, forced = [state], [logits.argmax(-1)]
         for step in range(steps - 1):
@@ -54,6 +69,36 @@ def oracle_reference(target, prompts: torch.Tensor, steps: int) -> Reference:
 @torch.no_grad()
 def text_reference(target, prompts: torch.Tensor, continuation: torch.Tensor) -> Reference:
     """Native along the text's own continuation (B, S) of `prompts` (B, T), in one pass."""
+    _check_text(target, prompts, continuation)
+    tokens = torch.cat([prompts, continuation[:, :-1]], 1)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    with fast_linears(target):
+        hidden = forward(target, tokens, DynamicCache(), positions)
+    start = prompts.shape[1] - 1
+    return Reference(tokens[:, start:], continuation, hidden[:, start:])
+
+
+@torch.no_grad()
+def both_references(target, prompts: torch.Tensor, continuation: torch.Tensor) -> dict[str, Reference]:
+    """`oracle_reference` and `text_reference` of `prompts` (B, T) over as many steps, by "oracle" and "text".
+
+    The prompts, the dearest part of either, are read once.
+    """
+    _check_text(target, prompts, continuation)
+    steps, seen = continuation.shape[1], prompts.shape[1]
+    cache, state = _read(target, prompts)
+    hidden, new = [state], continuation[:, :-1]
+    if steps > 1:
+        own = branch(cache)
+        positions = torch.arange(seen, seen + steps - 1, device=prompts.device).unsqueeze(0)
+        with fast_linears(target):
+            hidden.append(forward(target, new, own, positions))
+        del own
+    text = Reference(torch.cat([prompts[:, -1:], new], 1), continuation, torch.cat(hidden, 1))
+    return {"oracle": _decoded(target, prompts, steps, cache, state), "text": text}
+
+
+def _check_text(target, prompts, continuation) -> None:
     check_prompt(target, prompts)
     if getattr(continuation, "ndim", 0) != 2 or len(continuation) != len(prompts):
         raise KvlibError(
@@ -62,12 +107,6 @@ def text_reference(target, prompts: torch.Tensor, continuation: torch.Tensor) ->
         )
     _check_steps(target, prompts.shape[1], continuation.shape[1])
     check_prompt(target, continuation)
-    tokens = torch.cat([prompts, continuation[:, :-1]], 1)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    with fast_linears(target):
-        hidden = forward(target, tokens, DynamicCache(), positions)
-    start = prompts.shape[1] - 1
-    return Reference(tokens[:, start:], continuation, hidden[:, start:])
 
 
 def _check_steps(target, tokens: int, steps: int) -> None:
@@ -128,6 +167,15 @@ def divergence(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: t
         )
     _check_finite("native", native_logits)
     _check_finite("path", path_logits)
+    # A processor's cache holds a few rows of logits: what is computed from them is not written to memory and read again.
+    rows = ROWS_AT_ONCE if native_logits.device.type == "cpu" else forced.numel()
+    flat = native_logits.flatten(0, 1), path_logits.flatten(0, 1), forced.flatten()
+    found = Divergence.cat([_of_rows(*part) for part in zip(*(tensor.split(rows) for tensor in flat))])
+    return Divergence(*(getattr(found, name).view(forced.shape) for name in Divergence.__dataclass_fields__))
+
+
+def _of_rows(native_logits: torch.Tensor, path_logits: torch.Tensor, forced: torch.Tensor) -> Divergence:
+    """`divergence` of some rows: logits (N, V), forced (N,)."""
     wide = torch.float64 if native_logits.dtype == torch.float64 else torch.float32
     native = native_logits.to(wide).log_softmax(-1)
     path = path_logits.to(wide).log_softmax(-1)

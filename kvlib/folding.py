@@ -7,8 +7,8 @@ are corrected, and their map is dropped.
 
 from kvlib import guards
 from kvlib.attention import IDENTITY
+from kvlib.marks import PARTLY
 
-PARTLY = "partly applied"  # how the mark of a cache begins whose correction was begun and not finished
 BACKGROUND_CALLS = 8  # calls of the model over which a background handoff spreads its work
 
 
@@ -17,20 +17,35 @@ class Folding:
 
     cache: the transformers cache whose `HandoffLayer`s hold the prefix. maps: what attention applies, per layer;
     changed here once a layer is corrected. angles: from `CacheMap.angles`. correct_: `CacheMap.correct_` or a compiled
-    one. check: look for NaN and infinity after.
+    one. check: look for NaN and infinity after. keys_only: `correct_` leaves the values alone, and attention goes on
+    absorbing their part: a cache that is left so is marked as partly corrected.
     """
 
     def __init__(
-        self, prefix, cache, cache_map, angles, maps: list, correct_, *, background: bool, check: bool
+        self,
+        prefix,
+        cache,
+        cache_map,
+        angles,
+        maps: list,
+        correct_,
+        *,
+        background: bool,
+        check: bool,
+        keys_only: bool = False,
     ):
         self.prefix, self.cache, self.map, self.angles, self.maps = prefix, cache, cache_map, angles, maps
         self.correct_ = correct_
-        self.background, self.check = background, check
+        self.background, self.check, self.keys_only = background, check, keys_only
         self.waiting = set(range(len(maps)))
         self._calls = self._budget = 0
         self._mark, self._failed = cache_map.mark(prefix), False
         self._per_call = -(-len(maps) // BACKGROUND_CALLS)
-        if not background:
+        self.begun = False
+
+    def start(self) -> None:
+        """Called once the model reads through this: in place, the cache is used up from here on, read or not."""
+        if not self.background:
             self._begin()
 
     @property
@@ -40,6 +55,7 @@ class Folding:
 
     def _begin(self) -> None:
         # From here on the cache is used up; should a layer fail, nobody may take it for a whole one.
+        self.begun = True
         self.prefix.corrected_by = f"{PARTLY} {self.map.kind}"
 
     def before(self, layer: int) -> None:
@@ -53,7 +69,7 @@ class Folding:
             self._calls += 1
             self._budget = self._per_call if self._calls > 1 else 0
         if self._budget and layer in self.waiting:
-            if self.folded == 0:
+            if not self.begun:
                 self._begin()
             self._budget -= 1
             self._fold(layer)
@@ -65,14 +81,14 @@ class Folding:
         if self.check:
             guards.check_layer_finite(layer, held.prefix_keys, held.prefix_values, "the corrected source")
         self._failed = False
-        self.maps[layer] = (IDENTITY, IDENTITY)
+        self.maps[layer] = (IDENTITY, self.maps[layer][1] if self.keys_only else IDENTITY)
         self.waiting.discard(layer)
-        if not self.waiting:
+        if not self.waiting and not self.keys_only:
             self.prefix.corrected_by = self._mark
 
     def finish(self) -> None:
         """Correct what is left of what was begun: a cache is corrected in all layers or in none, unless one failed."""
-        if self._failed or (self.background and self.folded == 0):
+        if self._failed or not self.begun:
             return
         for layer in sorted(self.waiting):
             self._fold(layer)

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from kvlib import guards
 from kvlib.cache import PrefixCache, prefill
-from kvlib.compiled import compiled_by, why_not_compiled
+from kvlib.compiled import compiled_by, why_not_by_itself, why_not_compiled
 from kvlib.errors import KvlibError
-from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, name_or_type
 from kvlib.maps import CacheMap, DirectMap
+from kvlib.marks import check_uncorrected
 from kvlib.reading import CORRECTING, Handoff
 
 # Kinds of model that the tests hold against native prefill; any other is held against it here, before it is used.
@@ -32,7 +32,7 @@ def handoff(
     *,
     check: bool = True,
     source: PreTrainedModel | None = None,
-    compiled: bool = False,
+    compiled: bool | None = None,
 ) -> Handoff:
     """Prepare a handoff; use it as a context manager (the model is restored on leaving).
 
@@ -41,13 +41,16 @@ def handoff(
         mode: "absorbed" leaves the cache alone and applies the map inside attention; "in_place" corrects the prefix's
             own tensors, each layer right before it is first read; "background" begins absorbed and corrects them over
             the calls after the first; "materialised" corrects a copy. "auto" takes absorbed where the map allows it,
-            else in_place. Neither of the two that correct in place leaves a cache corrected in some layers only.
+            else in_place, on a processor by the compiled pass where there is one; of a map whose values are affine that pass
+            corrects the keys alone, and attention absorbs the rest: such a cache is used up for good. None of these leaves
+            a cache corrected in some layers only.
         check: geometry, dtype, device, length and finite values; vocabulary and rotary embedding where the prefix's
             origin is known; finite logits. Leave it on unless the same prefix was checked before.
         source: the model, or its `Origin.identity`, that must have computed the prefix. None: any whose cache fits.
         compiled: correct in place by one compiled pass: on a processor C, about a second the first time and kept for later,
             on a GPU torch.compile, most of a minute once per process. `reason` says by what. With "auto" that comes to
-            absorbed there is nothing to compile, and `reason` says that.
+            absorbed there is nothing to compile, and `reason` says that. None: "auto" does so by itself on a processor with
+            a C compiler, for a map that can be compiled, and else `reason` says why not; modes asked for by name do not.
 
     Raises: KvlibError when the prefix or map does not fit, or the mode cannot be had (never another one in silence).
     """
@@ -59,12 +62,7 @@ def handoff(
             _check_source(prefix, source)
         prefix.check_finite("the source")
         cache_map.check_fits(Geometry.of(model))
-        partly = (prefix.corrected_by or "").startswith(PARTLY)
-        if prefix.corrected_by and (cache_map.kind != "direct" or partly):
-            raise KvlibError(
-                f"a cache that a {prefix.corrected_by} map has corrected already was given with a {cache_map.kind} map, expected "
-                "the source's own: prefill again (an in-place handoff uses its cache up), or hand it over with DirectMap()"
-            )
+        check_uncorrected(prefix, cache_map)
     elif source is not None:
         raise KvlibError(
             "source= given with check=False, expected one of the two: source= asks for a check, so leave check on"
@@ -78,14 +76,22 @@ def handoff(
     if mode == "auto":
         mode = "in_place" if obstacle else "absorbed"
         reason = obstacle or "the map is affine in each head's own vector, so attention absorbs it"
-    if compiled and asked == "auto" and mode == "absorbed":
+    chosen = compiled is None
+    if chosen and asked == "auto" and mode == "in_place":
+        why = why_not_by_itself(cache_map, prefix.device)
+        compiled = why is None
+        if why:
+            reason = f"{reason}; corrected in place by the plain pass ({why})"
+    elif compiled and asked == "auto" and mode == "absorbed":
         compiled, reason = False, f"{reason}; nothing is corrected in place, so nothing was compiled"
-    elif compiled:
+    keys_only = bool(chosen and compiled and cache_map.value_affines is not None)
+    if compiled:
         _check_compilable(cache_map, mode)
-        reason = f"{reason}; compiled by {compiled_by(prefix.device)}"
+        what = "values absorbed, keys corrected" if keys_only else "corrected"
+        reason = f"{reason}; {what} in place by a pass compiled by {compiled_by(prefix.device)}"
     if mode in CORRECTING and check:
         guards.check_writable(prefix)
-    return Handoff(model, prefix, cache_map, mode, reason, check, compiled)
+    return Handoff(model, prefix, cache_map, mode, reason, check, bool(compiled), chosen, keys_only)
 
 
 def check_arguments(model, prefix, cache_map, mode) -> None:
@@ -116,6 +122,11 @@ def _check_compilable(cache_map, mode: str) -> None:
 
 
 def _check_source(prefix: PrefixCache, source) -> None:
+    if not isinstance(source, str) and not callable(getattr(source, "parameters", None)):
+        raise KvlibError(
+            f"source= {guards.kind_of(source)} given, expected the model that computed the cache, or its Origin.identity: "
+            "pass one of them, such as pair.source"
+        )
     if prefix.origin is None:
         raise KvlibError(
             "a cache of unknown origin given with source=, expected one that says which model computed it: make it with "

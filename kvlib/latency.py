@@ -46,14 +46,14 @@ class TargetPath:
     """One way to the target's first token.
 
     name: as in the records. way: "prefill" is native; "stock" is transformers' own attention on the source's
-    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled`.
+    cache; "handoff" goes through `kvlib.handoff` with `cache_map`, `mode` and `compiled` (None: as "auto" chooses).
     """
 
     name: str
     way: str
     cache_map: CacheMap | None = None
     mode: str = "auto"
-    compiled: bool = False
+    compiled: bool | None = None
 
     def __post_init__(self):
         if self.way not in WAYS or (self.way == "handoff") != (self.cache_map is not None):
@@ -82,11 +82,12 @@ def standard_paths(maps: dict[str, CacheMap]) -> list[TargetPath]:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """token: its id, on the host. mode: how it came about. cache: what decoding would go on with."""
+    """token: its id, on the host. mode: how it came about, compiled: by a compiled pass. cache: what decoding would go on with."""
 
     token: int
     mode: str
     cache: object
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Sample:
     handoff_ms: float | None
     mode: str
     token: int
+    compiled: bool = False
 
 
 @torch.no_grad()
@@ -115,7 +117,7 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
     The stock path is "materialised": transformers' cache grows by concatenation, so that a second, whole
     cache is written beside the one handed over.
     """
-    head, last = target.get_output_embeddings(), prompt[:, -1:]
+    head, last, compiled = target.get_output_embeddings(), prompt[:, -1:], False
     if path.way == "prefill":
         cache, mode = DynamicCache(), "prefill"
         positions = torch.arange(prompt.shape[1], device=prompt.device).unsqueeze(0)
@@ -129,8 +131,8 @@ def first_token(target, path: TargetPath, prompt: torch.Tensor, prefix: PrefixCa
         options = {"check": False, "compiled": path.compiled}
         with handoff(target, prefix, path.cache_map, path.mode, **options) as active:
             logits = active.logits(last, last=True)
-        cache, mode = active.cache, active.mode
-    return FirstToken(int(logits[0, -1].argmax()), mode, cache)
+        cache, mode, compiled = active.cache, active.mode, active.compiled
+    return FirstToken(int(logits[0, -1].argmax()), mode, cache, compiled)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +153,7 @@ def schedule(
     seed: int | str,
     resident_only: Sequence[TargetPath] = (),
     native_repetitions: int | None = None,
+    native_warmups: int | None = None,
 ) -> list[Round]:
     """Rounds in which every path appears once, in an order drawn anew each time.
 
@@ -163,6 +166,7 @@ def schedule(
         resident_only: more paths, in the same rounds, for which no source is read again.
         native_repetitions: of native prefill, evenly over the rounds: where it takes a thousand times as long as a
             handoff, the handoffs' medians need not rest on as few. None: as many as the others.
+        native_warmups: how many of the warm-ups native has, the last ones. None: all.
     """
     native_repetitions = repetitions if native_repetitions is None else native_repetitions
     draw, number = random.Random(seed), max(repetitions, cold_repetitions, native_repetitions)
@@ -170,7 +174,11 @@ def schedule(
     paths = [*paths, *resident_only]
     native = [path for path in paths if path.way == "prefill"]
     others = [path for path in paths if path.way != "prefill"]
-    rounds = [Round(0, [(path, "resident", None) for path in paths]) for _ in range(warmups)]
+    native_warmups = warmups if native_warmups is None else native_warmups
+    rounds = []
+    for i in range(warmups):
+        warmed = paths if i >= warmups - native_warmups else others
+        rounds.append(Round(0, [(path, "resident", None) for path in warmed]))
     rounds += [Round(n * min(prompts, number) // number, []) for n in range(number)]
     groups = ("resident", others, repetitions), ("resident", native, native_repetitions)
     for residency, group, count in (*groups, ("cold", handoffs, cold_repetitions)):
@@ -183,9 +191,9 @@ def schedule(
 
 @dataclass(frozen=True, eq=False)
 class MadeCaches:
-    """The source's caches, made before the target was loaded: for a device that does not hold both models.
+    """The source's caches, made once for all lengths; or before the target is loaded, where a device does not hold both models.
 
-    caches: of each prompt, over the longest prefix, in the host's memory. They stand in for a source that is never timed.
+    caches: of each prompt, over the longest prefix, in the host's memory.
     """
 
     caches: list[PrefixCache]
@@ -209,6 +217,7 @@ def measure(
     prompts: torch.Tensor,
     progress: Callable[[str, str], None] | None = None,
     afterwards: Callable[[torch.Tensor, PrefixCache], None] | None = None,
+    caches: MadeCaches | None = None,
 ) -> list[Sample]:
     """Time every path at one prefix length.
 
@@ -218,12 +227,13 @@ def measure(
         progress: called after each clock, warm-ups included, with the path's name and its residency, and with
             ("source", "prefill") after a resident cache was made.
         afterwards: called once with the last prompt (1, T) and its resident cache, when all clocks have run.
+        caches: of these prompts, or of what they begin, for the resident clocks. None: `source` makes them here.
 
     Raises: KvlibError when models, prompts and maps do not fit, or the source's cache is not finite.
     """
     check_prompt(target, prompts)
-    made = isinstance(source, MadeCaches)
-    if not made:
+    made = source if isinstance(source, MadeCaches) else caches
+    if not isinstance(source, MadeCaches):
         check_prompt(source, prompts)
     elif any(residency == "cold" for one in rounds for _, residency, _ in one.clocks):
         raise KvlibError(
@@ -240,7 +250,7 @@ def measure(
         if one.prompt != held:
             prefix = None  # let the last one go before the next is made
             cached, held = prompt[:, :-1], one.prompt
-            prefix = source.over(held, cached.shape[1], prompt.device) if made else prefill(source, cached)
+            prefix = made.over(held, cached.shape[1], prompt.device) if made else prefill(source, cached)
             prefix.check_fits(target, "the source's cache").check_finite("the source")
             report("source", "prefill")
         for path, residency, repetition in one.clocks:
@@ -252,7 +262,7 @@ def measure(
                 samples.append(
                     Sample(
                         prompts.shape[1], path.name, residency, repetition, one.prompt, len(samples),
-                        ms, handoff_ms, result.mode, result.token,
+                        ms, handoff_ms, result.mode, result.token, result.compiled,
                     )
                 )  # fmt: skip
             del result  # a whole cache: not to be kept while the next path runs

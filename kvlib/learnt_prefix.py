@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvlib.kernels.prefix import Reader
 from kvlib.maps.residual import ResidualMap, rotate
 from kvlib.ragged import RaggedPrefix
 from kvlib.ragged_attention import PrefixRead
@@ -22,9 +23,11 @@ def prefix_reads(
 
     dtype: in which to compute. angles: cos and sin (1, N, D) of the packed, roomy positions, for a map that needs them.
     """
-    dim, lengths, turned = cache_map.geometry.head_dim, prefix.lengths, cache_map.needs_rotary
+    dim, turned = cache_map.geometry.head_dim, cache_map.needs_rotary
     rms, quadratic = cache_map.features == "rms", cache_map.residual == "quadratic"
     more = dim * (rms + quadratic)
+    on_cpu = dtype == torch.float32 and prefix.device.type == "cpu"
+    reader = Reader.of(prefix.dtype, dim, rms, quadratic, turned) if on_cpu else None
     (key_matrices, key_biases), (value_matrices, value_biases) = (
         (_matrices(cache_map, kind, dtype), _biases(cache_map, kind, dtype)) for kind in ("key", "value")
     )
@@ -41,9 +44,8 @@ def prefix_reads(
         packed = functools.partial(pack, layer)
         corrected = _turned(cache_map, layer, packed()[0], angles) if turned else None
         matrices = key_matrices[layer], value_matrices[layer]
-        return PrefixRead(
-            packed, dtype, lengths, *matrices, corrected, key_biases[layer], value_biases[layer]
-        )
+        biases, stored = (key_biases[layer], value_biases[layer]), [row[layer] for row in prefix.rows]
+        return PrefixRead(packed, dtype, stored, reader, *matrices, corrected, *biases)
 
     return read
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvlib.commands.compare import open_existing
 from kvlib.errors import KvlibError
 from kvlib.options import (
     DEFAULT_PROFILE,
@@ -15,7 +16,6 @@ from kvlib.options import (
     RunArgument,
     existing_run,
     notebook_names,
-    profile_of,
 )
 from kvlib.study.display import duration
 from kvlib.terminal import FAILURE, table
@@ -31,7 +31,7 @@ def params(
     from kvlib.study.execution import script_of
     from kvlib.study.parameters import profile_keys, script_parameters
     from kvlib.study.profile import load_profile
-    from kvlib.study.standing import flat
+    from kvlib.study.yaml_files import flat
 
     script, settings = script_of(notebook), load_profile(profile or DEFAULT_PROFILE)
     keys, values = profile_keys(script), flat(settings.model_dump(mode="json"))
@@ -65,12 +65,12 @@ def profiles() -> None:
 def status(run: RunArgument) -> None:
     """Say what of a run is done, running and left, how long it takes, and what is out of date and why."""
     from kvlib.report.freshness import book_state
+    from kvlib.study.names import NOTEBOOKS
     from kvlib.study.pages import page_states
-    from kvlib.study.run import NOTEBOOKS, Run
     from kvlib.study.standing import DONE, same_elsewhere, standings
 
-    folder = existing_run(run)
-    opened = Run.open(profile_of(run), run, results=folder.parent)
+    opened = open_existing(run)
+    folder = opened.folder
     pages, found = page_states(run), standings(opened)
     rows, reasons = [], []
     for one in found:
@@ -88,7 +88,7 @@ def status(run: RunArgument) -> None:
     for reason in reasons:
         typer.echo(f"out of date: {reason}")
     left = [NOTEBOOKS[one.stage] for one in found if one.state != DONE]
-    spent = sum(one.seconds for one in found if one.state == DONE)
+    spent = sum(one.seconds or 0.0 for one in found if one.state == DONE)
     typer.echo(
         f"done: {len(found) - len(left)} of {len(found)} stages in {duration(spent)}; left: {', '.join(left) or 'none'}"
     )

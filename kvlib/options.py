@@ -5,41 +5,51 @@ from typing import Annotated
 
 import typer
 
-from kvlib.errors import KvlibError
+from kvlib.errors import KvlibError, suggestion
+from kvlib.study.names import extra_scripts, home, profile_names, run_folder, script_of, scripts
+from kvlib.study.parameter_names import parameter_meanings
 from kvlib.terminal import VALUE_WANTED
 
 DEFAULT_PROFILE = "laptop"
 
 
 def notebook_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    from kvlib.study.execution import extra_scripts, scripts
-
-    if ctx.meta.get(VALUE_WANTED):  # `-p NAME` stands before: a value comes next, no notebook
-        return []
+    if VALUE_WANTED in ctx.meta:  # `-p NAME` stands before: a value comes next, no notebook
+        return parameter_values(ctx, incomplete)
     return [name for name in (*scripts(), *extra_scripts()) if name.startswith(incomplete)]
 
 
 def parameter_names(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Names, with what they mean, of the notebook's parameters that is named before, else of all notebooks'."""
-    from kvlib.study.execution import script_of, scripts
-    from kvlib.study.parameters import script_parameters
-
     named = ctx.params.get("notebook")
     found = {}
     for script in [script_of(named)] if named else scripts().values():
-        found |= script_parameters(script)
-    return [(name, found[name].meaning) for name in sorted(found) if name.startswith(incomplete)]
+        found |= parameter_meanings(script)
+    return [(name, found[name]) for name in sorted(found) if name.startswith(incomplete)]
+
+
+def parameter_values(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Values of the parameter that `-p NAME` names, where a list of them can be had: arms, profiles, runs."""
+    name = ctx.meta[VALUE_WANTED]
+    if name in ("profile", "run"):
+        return profile_names_like(incomplete) if name == "profile" else run_names(incomplete)
+    if name != "arms":
+        return []
+    from kvlib.study.arms import all_arms
+    from kvlib.study.profile import load_profile
+
+    screening = load_profile(ctx.params.get("profile") or DEFAULT_PROFILE).screening
+    before, comma, last = (incomplete or "[").rpartition(",")  # a list is begun, each arm offered once
+    before, last = (before + comma, last) if comma else ("[", last.removeprefix("["))
+    taken = before[1:].split(",")
+    return [f"{before}{a.id}" for a in all_arms(screening) if a.id.startswith(last) and a.id not in taken]
 
 
 def profile_names_like(incomplete: str) -> list[str]:
-    from kvlib.study.profile import profile_names
-
     return [name for name in profile_names() if name.startswith(incomplete)]
 
 
 def run_names(incomplete: str) -> list[str]:
-    from kvlib.study.execution import home
-
     return sorted(
         p.parent.name for p in (home() / "results").glob("*/run.json") if p.parent.name.startswith(incomplete)
     )
@@ -80,7 +90,7 @@ ExecutorOption = Annotated[
     str | None,
     typer.Option(
         metavar="local|ray",
-        help="who trains the arms: this process, one after another (the default), or workers of Ray, many at once",
+        help="who trains the arms: this machine (the default), several at once on a processor, or workers of Ray",
     ),
 ]
 AddressOption = Annotated[
@@ -98,12 +108,16 @@ ThreadsOption = Annotated[
     int | None,
     typer.Option(
         "--threads-per-unit",
-        help="processor threads of each worker; on a processor, records are the same bytes at equal threads",
+        help="processor threads of each worker, the machine's shared out when left out; on a processor, records are the same "
+        "bytes at equal threads",
     ),
 ]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(help="the most workers of Ray at once; as many as there is room for when left out"),
+    typer.Option(
+        help="the most arms at once, each in a process of its own; as many as there are cores, memory and work for when left "
+        "out; 1 trains one after another"
+    ),
 ]
 RunArgument = Annotated[
     str, typer.Argument(help="the run's name, a folder under results/", autocompletion=run_names)
@@ -112,7 +126,6 @@ RunArgument = Annotated[
 
 def profile_of(run: str | None) -> str | None:
     """What a run that exists was made from: a profile's name, or a path to a YAML file."""
-    from kvlib.study.execution import home
     from kvlib.study.records import read_record
 
     path = run_folder_of(run) / "run.json" if run is not None else None
@@ -124,21 +137,17 @@ def profile_of(run: str | None) -> str | None:
 
 
 def run_folder_of(run: str) -> Path:
-    from kvlib.study.execution import run_folder
-
     if not run or run != Path(run).name or run.startswith("."):
         raise KvlibError(f"run name {run!r} given, expected a plain folder name such as 'laptop'")
     return run_folder(run)
 
 
 def existing_run(run: str) -> Path:
-    from kvlib.study.parameters import suggestion
-
     folder = run_folder_of(run)
     if not (folder / "run.json").exists():
         known = run_names("")
         raise KvlibError(
-            f"there is no run {run!r}, expected one of {', '.join(known) or 'none yet'}"
+            f"there is no run {run!r}, expected {'one of ' + ', '.join(known) if known else 'one that was begun, and none was yet'}"
             f"{suggestion(run, known)}; `python -m kvlib run --profile quick` makes one"
         )
     return folder

@@ -15,10 +15,10 @@ from kvlib.arrivals import arrivals_for
 from kvlib.cache import PrefixCache, fill, prefill
 from kvlib.cache_layers import filled_cache
 from kvlib.errors import KvlibError
-from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, check_full_attention, name_or_type
 from kvlib.handoff import check_target, handoff
 from kvlib.maps import CacheMap
+from kvlib.marks import PARTLY
 from kvlib.origin import Origin
 from kvlib.reading import Handoff
 
@@ -92,7 +92,10 @@ class PipelinedHandoff(Handoff):
     """A `Handoff` whose prefix is still being written when it is entered; whole after the first call, or on leaving."""
 
     def __init__(self, source, chosen: Handoff, chunk_tokens: int | None, check: bool):
-        super().__init__(chosen.model, chosen.prefix, chosen.map, chosen.mode, chosen.reason, check)
+        super().__init__(
+            chosen.model, chosen.prefix, chosen.map, chosen.mode, chosen.reason, check,
+            chosen.compiled, chosen.may_be_plain, chosen.keys_only,
+        )  # fmt: skip
         self.source, self.chunk_tokens = source, chunk_tokens
         self._arrivals = arrivals_for(self.prefix.device, len(self.prefix.keys))
         self._looked_at: set[int] = set()

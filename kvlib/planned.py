@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError
-from kvlib.options import PairsOption, RunOption, profile_names_like, run_folder_of
-from kvlib.terminal import short, table
+from kvlib.options import DEFAULT_PROFILE, RunOption, profile_names_like, run_folder_of
+from kvlib.terminal import VALUE_WANTED, short, table
 
 
 def device_names_like(incomplete: str) -> list[str]:
@@ -16,10 +16,35 @@ def device_names_like(incomplete: str) -> list[str]:
     return [name for name in device_names() if name.startswith(incomplete)]
 
 
+def profile_or_value(ctx: typer.Context, incomplete: str) -> list[str]:
+    return [] if VALUE_WANTED in ctx.meta else profile_names_like(incomplete)
+
+
+def keys_like(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Dotted keys of the profile that is named before, else of the default."""
+    from kvlib.study.profile import load_profile
+    from kvlib.study.yaml_files import flat
+
+    keys = flat(load_profile(ctx.params.get("profile") or DEFAULT_PROFILE).model_dump(mode="json"))
+    return [key for key in keys if key.startswith(incomplete)]
+
+
+KeysOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-p",
+        "--parameter",
+        metavar="KEY VALUE",
+        help="a key of the profile, such as training.micro_batch 2; may be given several times",
+        autocompletion=keys_like,
+    ),
+]
+
+
 def plan(
     profile: Annotated[
         str,
-        typer.Argument(help="a profile's name or a path to a YAML file", autocompletion=profile_names_like),
+        typer.Argument(help="a profile's name or a path to a YAML file", autocompletion=profile_or_value),
     ],
     device: Annotated[
         str,
@@ -29,7 +54,7 @@ def plan(
         ),
     ] = "auto",
     run: RunOption = None,
-    parameter: PairsOption = None,
+    parameter: KeysOption = None,
     json: Annotated[Path | None, typer.Option(help="also write the whole plan to this file")] = None,
 ) -> None:
     """Say what a run will download, keep, hold and compute, and how long it takes; refuse what cannot fit.

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import typer
 from typer.core import TyperCommand
+from typer.exceptions import TyperException
 
 from kvlib.errors import KvlibError
+from kvlib.usage import usage_sentence
 
 MISTAKE, FAILURE = 2, 1  # exit statuses: one sentence explains it, or a cell failed
-VALUE_WANTED = "kvlib.value_wanted"  # in a context's meta: the line that is completed ends with `-p NAME`
+VALUE_WANTED = (
+    "kvlib.value_wanted"  # in a context's meta: NAME, where the line that is completed ends with `-p NAME`
+)
 STOPS = {signal.SIGINT: ("interrupted", 130), signal.SIGTERM: ("terminated", 143)}
 
 
@@ -38,13 +42,19 @@ class PairsCommand(TyperCommand):
             if word in ("-p", "--parameter") and rest:
                 name = rest.pop(0)
                 if "=" not in name and not rest and ctx.resilient_parsing:  # while a shell completes the line
-                    ctx.meta[VALUE_WANTED] = True
+                    ctx.meta[VALUE_WANTED] = name
                     joined.append(f"{name}=")
                     break
                 if "=" not in name and not rest:
                     raise KvlibError(f"parameter {name!r} given without a value, expected {word} NAME VALUE")
                 joined.append(name if "=" in name else f"{name}={rest.pop(0)}")
         return super().parse_args(ctx, joined)
+
+    def shell_complete(self, ctx, incomplete: str) -> list:
+        if VALUE_WANTED not in ctx.meta:
+            return super().shell_complete(ctx, incomplete)
+        offers = next((p for p in self.params if p.name in ("notebook", "profile")), None)
+        return offers.shell_complete(ctx, incomplete) if offers is not None else []
 
 
 def run_app(app: typer.Typer, arguments: list[str]) -> None:
@@ -53,12 +63,21 @@ def run_app(app: typer.Typer, arguments: list[str]) -> None:
     for number in STOPS:
         signal.signal(number, _stop)
     try:
-        app(args=[argument for argument in arguments if argument != "--trace"], prog_name="kvlib")
+        given = [argument for argument in arguments if argument != "--trace"]
+        sys.exit(app(args=given, prog_name="kvlib", standalone_mode=False))
     except Stopped as stopped:
         say(f"\n{stopped.how}: finished work is kept, the same command goes on from there")
         sys.exit(stopped.status)
     except KvlibError as error:
         _fail(str(error), MISTAKE, trace)
+    except typer.Abort:
+        say("kvlib: nothing was answered, and nothing was done")
+        sys.exit(FAILURE)
+    except TyperException as error:
+        if not given:  # no command at all: its message is the help
+            say(error.format_message())
+            sys.exit(MISTAKE)
+        _fail(usage_sentence(error), MISTAKE, trace)
     except Exception as error:
         from kvlib.study.execution import NotebookError  # papermill takes a second to import
 

@@ -12,6 +12,7 @@ from kvlib.attaching import attach, compute_dtype
 from kvlib.attention import IDENTITY
 from kvlib.cache import forward, handoff_cache
 from kvlib.frozen_body import FrozenBody
+from kvlib.kernels.kl import c_kl
 from kvlib.learnt_prefix import prefix_reads
 from kvlib.maps.residual import WEIGHTS, ResidualMap
 from kvlib.packed import FrozenMatrix
@@ -202,25 +203,36 @@ def _read_padded(frozen: Frozen, cache_map: ResidualMap, batch: Batch, rotary=No
 class HeadKL(torch.autograd.Function):
     """mean KL(softmax(n Wᵀ) ‖ softmax(h Wᵀ)) over rows; its gradient (softmax(h Wᵀ) − softmax(n Wᵀ)) W / rows.
 
-    Computed at once in the forward pass, so that no logits are kept: at V = 128,256 they are the largest tensors. What
-    comes between the products goes over a few rows at a time, which stay in the processor's cache.
+    Computed at once in the forward pass, so that no logits are kept: at V = 128,256 they are the largest tensors.
     """
 
     @staticmethod
     def forward(ctx, hidden, native_hidden, head: FrozenMatrix):  # (R, C), (R, C), (V, C)
         path, native = (head.times(t.to(head.dtype)) for t in (hidden, native_hidden))  # (R, V)
-        kl = path.new_empty(len(path))
-        size = KL_ROWS if path.device.type == "cpu" else len(path)
-        for start in range(0, len(path), size):
-            rows = slice(start, start + size)
-            log_p, log_q = native[rows].log_softmax(-1), path[rows].log_softmax(-1)
-            p = log_p.exp()
-            torch.sum(log_p.sub_(log_q).mul_(p), -1, out=kl[rows])
-            torch.sub(log_q.exp_(), p, out=path[rows])  # the gradient of these rows' logits
-        ctx.save_for_backward((head.back(path) / len(hidden)).to(hidden.dtype))
+        kl = kl_and_gradient(path, native)
+        ctx.save_for_backward(head.back(path).to(hidden.dtype))
         return kl.mean()
 
     @staticmethod
     def backward(ctx, upstream):
         (gradient,) = ctx.saved_tensors
         return gradient * upstream.to(gradient.dtype), None, None
+
+
+def kl_and_gradient(path: torch.Tensor, native: torch.Tensor) -> torch.Tensor:
+    """KL(softmax(native) ‖ softmax(path)) of each row (R,), logits (R, V); the gradient of its mean takes the path's place.
+
+    On a CPU in C where there is a compiler, else over a few rows at a time, which stay in the processor's cache.
+    """
+    on_cpu = path.device.type == "cpu"
+    if on_cpu and path.dtype == torch.float32 and (compiled := c_kl()) is not None:
+        return compiled(path, native)
+    kl = path.new_empty(len(path))
+    size = KL_ROWS if on_cpu else len(path)
+    for start in range(0, len(path), size):
+        rows = slice(start, start + size)
+        log_p, log_q = native[rows].log_softmax(-1), path[rows].log_softmax(-1)
+        p = log_p.exp()
+        torch.sum(log_p.sub_(log_q).mul_(p), -1, out=kl[rows])
+        torch.sub(log_q.exp_(), p, out=path[rows]).div_(len(path))
+    return kl

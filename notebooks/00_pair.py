@@ -21,7 +21,7 @@ seed = None  # type: int draws the partitions; None: as the run or its profile h
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
-from kvlib.report.prose import pair_facts
+from kvlib.report.prose import pair_facts, text_facts
 from kvlib.report.renderer import glue_facts, show, show_table, use_book_renderer
 from kvlib.study.stages import open_run, run_pair
 
@@ -30,12 +30,12 @@ study = open_run(profile, run, results=results, seed=seed)
 pair = run_pair(study)
 
 # %% tags=["remove-cell"]
-glue_facts(pair_facts(pair))
+glue_facts(pair_facts(pair) | text_facts(study))
 
 # %% [markdown]
 # ## Two models, one cache shape
 #
-# The target is {glue:text}`target`. For every position of a prompt it caches a key and a value in each of
+# The target is {glue:text}`target`. {glue:text}`target_format` For every position of a prompt it caches a key and a value in each of
 # {glue:text}`cache_shape`, and the source's cache has the same shape. {glue:text}`widths`
 #
 # {glue:text}`source_made`
@@ -91,7 +91,7 @@ show_table(
 # that no two partitions share a sentence, and every span is listed with its hash in
 # `pair/partitions.json` before the first map is trained. The final partition is drawn but not yet
 # tokenised: {glue:text}`final_prompts` prompts from {glue:text}`final_articles` articles.
-# {glue:text}`texts`
+# {glue:text}`texts` {glue:text}`spread`
 
 # %% tags=["hide-input"]
 if pair["corpus"]["texts"]:

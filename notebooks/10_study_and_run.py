@@ -57,7 +57,7 @@ show_table(
     "“Better” names the direction that is good, where there is one. Settings have none: they are listed so "
     "that a"
     " difference in outcome can be read beside the differences in what was done.",
-    "frozen_evaluation/summary.json, latency/summary.json",
+    "frozen_evaluation/summary.json, latency/summary.json, data/published.yaml",
 )
 
 # %% [markdown]

@@ -54,6 +54,18 @@ show_table(
 )
 
 # %% [markdown]
+# A map that changes nothing adds exactly nothing, so these gates test the machinery around a map and not the ways of applying
+# one: for all kinds of maps and all modes they are one comparison. The frozen maps themselves were therefore run over the first
+# final prompts in every way that they allow. {glue:text}`agreement`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.agreement(records["frozen_evaluation"]),
+    "Each map over the source's caches, along the forced tokens. The reference is the corrected cache, written out.",
+    "frozen_evaluation/summary.json",
+)
+
+# %% [markdown]
 # ## Is the gain larger than the noise?
 #
 # {glue:text}`noise`

@@ -1,7 +1,8 @@
-"""What workers of Ray open in tests: benches that meet, die, refuse or only pretend, in processes of their own."""
+"""What workers open in tests: benches that meet, die, refuse or only pretend, in processes of their own."""
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +81,27 @@ class Pretended:
                 raise ZeroDivisionError("by nothing")
             case "fill the disk":
                 raise OSError(28, "No space left on device", "/some/file")
+            case "say and die":
+                print("nothing that anyone reads")
+                print("out of luck", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
             case "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "sleep":
                 time.sleep(PATIENCE_S)
         return Done({"status": "finished"}, pd.DataFrame({"loss": [0.1, 0.2]}), {}, None)
+
+
+class Remembering(Pretended):
+    """A pretended bench whose units leave a record, in which another process finds them done."""
+
+    def finished(self, unit: Unit) -> bool:
+        return (self.run.folder.parent / f"{unit.name} is done").exists()
+
+    def do(self, unit: Unit, progress: Progress) -> Done:
+        if self.finished(unit):
+            progress.skip(3)
+            return Done({"status": "found"}, pd.DataFrame(), {}, None)
+        done = super().do(unit, progress)
+        (self.run.folder.parent / f"{unit.name} is done").touch()
+        return done

@@ -25,7 +25,7 @@ TYPICAL_S = {
     "test_browser.py": 150, "test_browser_reading.py": 60,
     "test_readme.py": 80, "test_cli.py": 60, "test_study.py": 30, "test_real_pair.py": 150,
     "test_evidence_stage.py": 50, "test_verification.py": 110, "test_resilience.py": 90, "test_bad_records.py": 80,
-    "test_executors.py": 100, "test_paper.py": 110, "test_hub.py": 15, "test_first_evening.py": 20,
+    "test_executors.py": 100, "test_processes.py": 60, "test_paper.py": 110, "test_hub.py": 15, "test_first_evening.py": 20,
     "test_card.py": 60, "test_one_model.py": 60, "test_kernels.py": 30,
     "test_pdf.py": 40, "test_watch.py": 35, "test_completion.py": 15,
 }  # fmt: skip
@@ -101,9 +101,9 @@ def _one_thread(request):
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
 def compiled_code(tmp_path_factory):
-    """Compiled code is kept for these tests, and not among the user's."""
+    """Compiled code is kept for the tests, and not among the user's: a handoff may compile without being asked."""
     folder = tmp_path_factory.getbasetemp() / "compiled"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:

@@ -357,6 +357,19 @@ def _frozen_evaluation(folder: Path, head: dict, rng, manifest: str) -> None:
             "commit": "0123abc",
             "gates": GATES,
             "modes": {"direct": "absorbed", "ridge": "absorbed", "learned": "absorbed"},
+            "agreement": [
+                {
+                    "map": name,
+                    "prompts": 4,
+                    "comparisons": 4 * 32 * 49152 * 2,
+                    "moved": 2.5,
+                    "max_abs_difference": {"in_place": 2e-5, "absorbed": 3e-5},
+                    "logit_scale": 21.0,
+                    "tolerance": 0.001,
+                    "passed": True,
+                }
+                for name in ("ridge", "learned")
+            ],
         },
         opened=1,
     )
@@ -424,6 +437,8 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
                         "repetitions": repetitions,
                         "peak_extra_bytes": int(extra) if residency == "resident" else None,
                         "mode": mode,
+                        "compiled": False,
+                        "compile_seconds": None,
                     }
                 )
                 raw += [
@@ -435,6 +450,7 @@ def _latency(folder: Path, head: dict, rng, profile: Profile) -> None:
                         "ms": ms,
                         "handoff_ms": ms if residency == "resident" else ms * 0.1,
                         "mode": mode,
+                        "compiled": False,
                     }
                     for i, ms in enumerate(times)
                 ]
@@ -492,6 +508,7 @@ def _latency_extras(rng, profile: Profile, rows: list, raw: list, memory: list) 
                     "ms": ms,
                     "handoff_ms": None,
                     "mode": way,
+                    "compiled": False,
                 }
                 for i, ms in enumerate(times)
             ]

@@ -22,7 +22,7 @@ import map as map_benchmark  # noqa: E402
 import scale  # noqa: E402
 import shapes  # noqa: E402
 import ttft  # noqa: E402
-from paths import NATIVE, NaiveMap, entry, kind_of  # noqa: E402
+from paths import NATIVE, NaiveMap, chosen_entry, entry, kind_of  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from kvlib import prefill  # noqa: E402
@@ -84,9 +84,14 @@ def test_ttft_writes_every_path_and_mode_with_its_ratios(tmp_path, capsys):
 
 def test_ttft_takes_a_run_with_a_learned_map_that_cannot_be_absorbed():
     maps = shapes.random_maps(shapes.TINY_TARGET.geometry)
-    modes = [(e.path, e.mode) for e in ttft.entries_for(maps["ridge"], maps["quadratic"])]
-    assert modes.count(("learned", "in_place")) == 1 and ("learned", "absorbed") not in modes
-    assert ("learned", "background") not in modes
+    entries = ttft.entries_for(maps["ridge"], maps["quadratic"], torch.device("cpu"), compiled=True)
+    modes = [(e.mode, e.compiled) for e in entries if e.path == "learned"]
+    # as it is handed over, once; and in place by the plain pass
+    assert modes.count(("in_place", True)) == modes.count(("in_place", False)) == 1
+    assert not {"absorbed", "background"} & {mode for mode, _ in modes}
+    dense = ttft.entries_for(maps["ridge"], maps["rope_stripped"], torch.device("meta"))
+    assert [(e.mode, e.compiled) for e in dense if e.chosen and e.path == "learned"] == [("in_place", False)]
+    assert [e.mode for e in dense if e.path == "learned"].count("in_place") == 1
 
 
 def test_map_sets_each_way_against_a_copy(tmp_path):
@@ -480,8 +485,9 @@ def test_a_floor_counts_what_one_step_reads():
 
 def test_entries_say_what_is_asked_of_the_handoff():
     maps = shapes.random_maps(shapes.TINY_TARGET.geometry)
-    assert (
-        entry("learned", maps["linear"]).mode == "absorbed"
-        and entry("learned", maps["rms"]).mode == "in_place"
-    )
+    chosen = {kind: chosen_entry("learned", maps[kind], torch.device("cpu")) for kind in ("linear", "rms")}
+    assert [(one.mode, one.compiled) for one in chosen.values()] == [("absorbed", False), ("in_place", True)]
+    assert {one.target_path().mode for one in chosen.values()} == {"auto"}
+    by_name = entry("learned", maps["rms"], "in_place")
+    assert by_name.target_path().mode == "in_place" and by_name.target_path().compiled is False
     assert NATIVE.target_path().way == "prefill" and NATIVE.label["kind"] is None

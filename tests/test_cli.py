@@ -1,4 +1,4 @@
-"""The command line: what it lists, and that every mistake is one sentence and exit status 2."""
+"""The command line: what it lists, the parameters that it takes, and a run again."""
 
 import json
 import re
@@ -133,49 +133,6 @@ def test_notebooks_keep_their_tags_on_the_way_out(kvlib, tmp_path):
     for path in written:
         assert json.loads(path.read_text())["metadata"]["kernelspec"]["name"] == "python3"
         assert list(inspect_notebook(path)) == list(script_parameters(execution.script_of(path.stem)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["rn"], "No such command 'rn'"),
-        (["run", "--profle", "smoke"], "No such option"),
-        (["run", "01_screning"], "did you mean '01_screening'?"),
-        (["run", "--profile", "smok"], "expected one of"),
-        (["run", "01_screening", "--profile", "smoke", "-p", "step", "40"], "did you mean 'steps'?"),
-        (["run", "--profile", "smoke", "-p", "stepz", "40"], "did you mean 'steps'?"),
-        (
-            ["run", "01_screening", "--profile", "smoke", "-p", "steps", "many"],
-            "steps of 01_screening is 'many'",
-        ),
-        (["run", "01_screening", "--profile", "smoke", "-p", "results", "x"], "KVLIB_HOME"),
-        (["run", "--profile", "smoke", "--run", "../out"], "expected a plain folder name"),
-        (["run", "--profile", "smoke", "--run", "a", "-p", "run", "b"], "expected one run"),
-        (["run", "--profile", "smoke", "-p", "steps"], "expected -p NAME VALUE"),
-        (["params", "07"], "expected one of"),
-        (["arms", "--profile", "nothing.yaml"], "expected one of"),
-        (["status", "nowhere"], "there is no run 'nowhere'"),
-        (["book", "nowhere"], "there is no run 'nowhere'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_is_one_sentence_and_status_2(kvlib, arguments, sentence):
-    status, out, err = kvlib(*arguments)
-    assert status == 2
-    assert sentence in err
-    assert "Traceback" not in err and not out
-
-
-def test_the_trace_is_shown_when_asked_for(kvlib):
-    status, _, err = kvlib("status", "nowhere", "--trace")
-    assert status == 2
-    assert "Traceback" in err and "there is no run 'nowhere'" in err
-
-
-def test_a_stage_whose_predecessor_is_missing_names_the_command(kvlib):
-    status, _, err = kvlib("run", "01_screening", "--profile", "smoke")
-    assert status == 2
-    assert "python -m kvlib run 00_pair --profile smoke --run smoke" in err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tab completion: commands, options, notebooks, profiles, runs and the parameters of the notebook that was named."""
 
+import ast
 import os
 import shlex
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvlib.study import execution
+from kvlib.study import execution, names
+from kvlib.study.arms import all_arms
+from kvlib.study.parameter_names import parameter_meanings
 from kvlib.study.parameters import script_parameters
-from kvlib.study.profile import profile_names
+from kvlib.study.profile import load_profile, profile_names
 from kvlib.study.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +50,10 @@ def complete(kvlib, tmp_path, monkeypatch):
         (("run", "01_screening", "-p", "rank"), ["rank_slice"]),
         (("run", "01_screening", "-p", "steps", "40", "-p", "warm"), ["warmup_steps"]),
         (("run", "01_screening", "-p", "steps", ""), []),
+        (("run", "-p", "run", "o"), ["other"]),
+        (("run", "01_screening", "-p", "profile", "smo"), ["smoke"]),
+        (("plan", "smoke", "-p", "training.mi"), ["training.micro_batch", "training.min_prefix_tokens"]),
+        (("plan", "-p", "training.steps", ""), []),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -61,6 +68,39 @@ def test_every_profile_and_every_parameter_is_offered(complete):
         script_parameters(execution.script_of("04_latency"))
     )
     assert {"seed", "rank_slice", "forcings"} <= set(complete("run", "-p", ""))
+
+
+def test_arms_are_offered_for_a_list_of_them_each_once(complete):
+    arms = [arm.id for arm in all_arms(load_profile("smoke").screening)]
+    begun = ("run", "01_screening", "--profile", "smoke", "-p", "arms")
+    assert complete(*begun, "") == [f"[{arm}" for arm in arms]
+    assert complete(*begun, f"[{arms[0]},direct-q") == [f"[{arms[0]},direct-quadratic-own-r8-lr0.003-w4"]
+    assert f"[{arms[0]},{arms[0]}" not in complete(*begun, f"[{arms[0]},")
+
+
+@pytest.mark.parametrize(
+    "script", [*names.scripts().values(), *names.extra_scripts().values()], ids=lambda path: path.stem
+)
+def test_the_names_that_are_offered_are_those_that_papermill_sees(script):
+    assert parameter_meanings(script) == {name: p.meaning for name, p in script_parameters(script).items()}
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["kvlib ru", "kvlib run 01_screening -p rank", "kvlib run 01_screening -p arms [d", "kvlib status m"],
+)
+def test_a_line_is_completed_without_the_libraries_that_take_seconds(tmp_path, line):
+    code = "import sys\nfrom kvlib.cli import main\ntry:\n    main()\nfinally:\n    print(sorted(sys.modules), file=sys.stderr)"
+    environment = {
+        **os.environ, "_KVLIB_COMPLETE": "complete_bash", "COMP_WORDS": line, "KVLIB_HOME": str(tmp_path),
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    slow = {"torch", "transformers", "pandas", "numpy", "papermill", "jupytext", "pyarrow"}
+    loaded = set(ast.literal_eval(done.stderr))
+    assert "typer" in loaded and not loaded & slow
 
 
 def test_a_shell_gets_its_answer_from_the_installed_command(tmp_path):

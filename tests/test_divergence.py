@@ -5,7 +5,13 @@ import torch
 from tiny import is_one_sentence, tiny_llama, tokens
 
 from kvlib import DirectMap, KvlibError, prefill
-from kvlib.divergence import divergence, oracle_reference, path_divergence, text_reference
+from kvlib.divergence import (
+    both_references,
+    divergence,
+    oracle_reference,
+    path_divergence,
+    text_reference,
+)
 
 
 def test_kl_equals_the_formula_in_float64():
@@ -41,6 +47,30 @@ def test_one_pass_over_the_text_gives_the_decoding_oracles_states():
     oracle = oracle_reference(model, ids, 8)
     text = text_reference(model, ids, oracle.forced)
     assert torch.equal(text.inputs, oracle.inputs) and torch.allclose(text.hidden, oracle.hidden, atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 8])
+def test_both_references_from_one_reading_of_the_prompts_are_those_of_two(steps):
+    model, ids = tiny_llama(), tokens(2, 10 + steps)
+    head, tail = ids[:, :10], ids[:, 10:]
+    both = both_references(model, head, tail)
+    for name, alone in (
+        ("oracle", oracle_reference(model, head, steps)),
+        ("text", text_reference(model, head, tail)),
+    ):
+        assert torch.equal(both[name].inputs, alone.inputs) and torch.equal(both[name].forced, alone.forced)
+        assert torch.allclose(both[name].hidden, alone.hidden, atol=1e-5)
+
+
+def test_divergence_of_many_rows_is_that_of_each_alone():
+    generator = torch.Generator().manual_seed(0)
+    native, path = torch.randn(2, 3, 7, 50, generator=generator)
+    forced = torch.randint(50, (3, 7), generator=generator)
+    found = divergence(native, path, forced)
+    for n, s in ((0, 0), (1, 0), (1, 1), (2, 6)):
+        alone = divergence(*(x[n : n + 1, s : s + 1] for x in (native, path, forced)))
+        for name in ("kl", "agree", "native_token", "path_token", "native_probability", "path_probability"):
+            assert torch.allclose(getattr(found, name)[n, s].double(), getattr(alone, name).double())
 
 
 def test_the_targets_own_cache_has_no_divergence_and_feeding_the_last_token_twice_has():

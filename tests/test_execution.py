@@ -115,8 +115,8 @@ COMMAND = """\
 import sys
 from pathlib import Path
 from kvlib import cli
-from kvlib.study import execution
-execution.SCRIPTS = Path(sys.argv.pop(1))
+from kvlib.study import names
+names.SCRIPTS = Path(sys.argv.pop(1))
 cli.main()
 """
 

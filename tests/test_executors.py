@@ -15,9 +15,9 @@ from benches import KILLED_ARM, MeetingBench, Pretended, open_and_die_once, open
 from test_execution import alive, wait_for
 from tiny import refused
 
-from kvlib.study import execution
+from kvlib.study import execution, names
 from kvlib.study.arms import all_arms
-from kvlib.study.executors import Settings, cluster
+from kvlib.study.executors import Settings, cluster, crew
 from kvlib.study.executors import ray as on_ray
 from kvlib.study.executors.cluster import Room, connected
 from kvlib.study.executors.worker import Job, Worker, check_node
@@ -178,7 +178,7 @@ def test_any_other_error_comes_back_as_it_was_raised(pretending):
 
 
 def test_a_unit_that_costs_every_worker_is_given_up(pretending, monkeypatch):
-    monkeypatch.setattr(on_ray, "ATTEMPTS", 2)
+    monkeypatch.setattr(crew, "ATTEMPTS", 2)
     refused(lambda: list(pretending.each([unit("die")])), match="die 0 was begun 2 times and its worker died")
     attempts = (pretending.run.folder.parent / "attempts of die 0").read_text().split()
     assert len(attempts) == len(set(attempts)) == 2
@@ -262,7 +262,7 @@ def test_one_process_needs_no_ray():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"executor": "slurm"}, "input should be 'local' or 'ray'"),
+        ({"executor": "slurm"}, "executor is 'slurm', expected 'local' or 'ray'"),
         ({"address": "auto"}, "address auto was given without executor ray"),
         ({"executor": "ray", "gpus_per_unit": 2}, "gpus_per_unit is 2"),
         ({"executor": "ray", "threads_per_unit": 0}, "threads_per_unit is 0"),
@@ -332,18 +332,18 @@ run = None  # the run
 
 # %%
 import os
-print(sorted(name + "=" + os.environ[name] for name in os.environ if name.startswith(("KVLIB_RAY", "KVLIB_EX", "KVLIB_TH"))))
+print(sorted(name + "=" + os.environ[name] for name in os.environ if name.startswith(("KVLIB_RAY", "KVLIB_EX", "KVLIB_TH", "KVLIB_WO"))))
 """
 
 
 def test_the_commands_options_reach_the_kernel_and_make_no_other_notebook(kvlib, tmp_path, monkeypatch):
     (tmp_path / "00_test.py").write_text(NOTEBOOK)
-    monkeypatch.setattr(execution, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(names, "SCRIPTS", tmp_path)
     options = ("--executor", "ray", "--threads-per-unit", "1", "--workers", "2", "--gpus-per-unit", "0.5")
     status, _, said = kvlib("run", "00_test", "--profile", "smoke", *options)
     assert status == 0, said
     notebook = (execution.run_folder("smoke") / "notebooks" / "00_test.ipynb").read_text()
-    for wanted in ("KVLIB_EXECUTOR=ray", "KVLIB_THREADS=1", "KVLIB_RAY_WORKERS=2", "KVLIB_RAY_GPUS=0.5"):
+    for wanted in ("KVLIB_EXECUTOR=ray", "KVLIB_THREADS=1", "KVLIB_WORKERS=2", "KVLIB_RAY_GPUS=0.5"):
         assert wanted in notebook
     assert "KVLIB_EXECUTOR" not in os.environ
     assert "nothing has changed" in kvlib("run", "00_test", "--profile", "smoke")[2]

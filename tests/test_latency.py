@@ -216,9 +216,9 @@ def test_crossover(native_ms, path_ms, tokens, below):
 
 
 def test_summary_rows_and_crossovers():
-    columns = ("prefix_tokens", "path", "residency", "ms", "handoff_ms", "mode")
+    columns = ("prefix_tokens", "path", "residency", "ms", "handoff_ms", "mode", "compiled")
     raw = pd.DataFrame(
-        dict(zip(columns, (n, *values), strict=True))
+        dict(zip(columns, (n, *values, False), strict=True))
         for n, count in ((128, 20), (512, 3))
         for values in [
             ("learned", "cold", n / 2, 9.0, "absorbed"), ("learned", "resident", 200.0, None, "absorbed"),
@@ -283,7 +283,8 @@ def wide_target(folder):
 def run_stage(folder, config, *, key="k", target=None, maps=None, map_files=None, length=30, source=None):
     target = target or tiny_llama()
     maps = maps or maps_for(target)
-    modes = timing.other_ways(config, maps, None)[0]
+    by_itself = timing.learned_is_compiled(maps, torch.device("cpu"))
+    modes = timing.other_ways(config, maps, None, by_itself)[0]
     progress = Progress("latency", timing.latency_units(config, maps, modes, 3))
     places = {"target_folder": folder / "target", "map_files": map_files or {}}
     result = timing.measure_latency(

@@ -6,15 +6,15 @@ import torch
 from test_latency import latency_config, maps_for, run_stage, tokens, wide_target
 from tiny import tiny_llama
 
-from kvlib import KvlibError, save_map
+from kvlib import KvlibError, latency, save_map
 from kvlib import memory as probing
 from kvlib.breakdown import PARTS
 from kvlib.compiled import NO_COMPILER, no_compiler
 from kvlib.floor import cache_bytes, floor_ms, step_bytes
 from kvlib.geometry import Geometry
-from kvlib.latency import MadeCaches
+from kvlib.latency import MadeCaches, standard_paths
 from kvlib.memory import resident_bytes
-from kvlib.modes import mode_paths, split_name
+from kvlib.modes import ITSELF, mode_paths, split_name
 from kvlib.study import timing
 from kvlib.study.latency_tables import floor_rows, mode_rows, summarise
 from kvlib.study.pipelining import pipeline_medians
@@ -207,6 +207,41 @@ def test_memory_is_probed_for_other_ways_too(tmp_path):
     assert found.loc["learned", "peak_extra_bytes"] < 0.15 * cache
 
 
+def test_the_source_reads_each_prompt_once_for_all_resident_clocks(tmp_path, monkeypatch):
+    read, whole = [], latency.prefill
+
+    def counting(model, ids, **options):
+        read.append(ids.shape[1])
+        return whole(model, ids, **options)
+
+    monkeypatch.setattr(latency, "prefill", counting)
+    config = latency_config(prefix_tokens=[8, 24], repetitions=[3, 3], cold_repetitions=[1, 0])
+    first = run_stage(tmp_path, config).raw
+    assert sorted(read) == [7] * 3 + [23] * 3  # three cold clocks; three prompts, over the longest prefix
+    run_stage(tmp_path, config)
+    assert len(read) == 6  # nothing is left to time
+    # a prefix of its own, prefilled where it is timed, gives the same tokens
+    monkeypatch.setattr(
+        timing.MadeCaches, "over", lambda self, n, tokens, device: whole(model, ids[n : n + 1, :tokens])
+    )
+    model, ids = tiny_llama(), tokens(3, 30)
+    again = run_stage(tmp_path / "again", config, target=model).raw
+    assert (
+        first.groupby(["prefix_tokens", "path", "prompt"])["token"]
+        .unique()
+        .map(list)
+        .equals(again.groupby(["prefix_tokens", "path", "prompt"])["token"].unique().map(list))
+    )
+
+
+def test_the_gates_pass_over_the_longest_prefix_is_one_of_natives_warm_ups():
+    maps, config = maps_for(tiny_llama()), latency_config(prefix_tokens=[8, 24], warmups=[2, 2])
+    for index, wanted in ((0, 2), (1, 1)):
+        rounds = timing._rounds(config, index, standard_paths(maps), [], 3, seed=0)
+        warm = [path.name for one in rounds for path, _, repetition in one.clocks if repetition is None]
+        assert warm.count("native") == wanted and warm.count("direct") == 2
+
+
 def test_a_probe_of_a_way_that_does_not_exist_is_refused():
     for probe in ("learned@sideways:128", "direct@in_place:128"):
         with pytest.raises(KvlibError, match=f"probe '{probe}' given, expected PATH:TOKENS"):
@@ -228,6 +263,22 @@ def test_without_a_compiler_the_compiled_way_is_left_out_and_says_so():
     assert [path.name for path in timing.probed(compiled)] == [
         "learned@in_place"
     ]  # no memory of a compiler at work
+
+
+def test_a_learned_path_that_is_compiled_itself_is_not_timed_a_second_time(tmp_path, compiled_code):
+    config, maps = latency_config(modes=["in_place", "compiled"]), maps_for(tiny_llama(), "quadratic")
+    assert timing.learned_is_compiled(maps, torch.device("cpu"))
+    assert not timing.learned_is_compiled(maps_for(tiny_llama(), "linear"), torch.device("cpu"))
+    paths, left_out = other_ways(config, maps, None, chosen_compiled=True)
+    assert [(path.name, path.compiled) for path in paths] == [("learned@in_place", False)]
+    assert left_out == [{"path": "learned", "mode": "compiled", "reason": ITSELF}]
+    measured = run_stage(tmp_path, config, maps=maps)
+    rows = {row["path"]: row for row in summarise(measured.raw, measured.memory, 0.9)}
+    assert (rows["learned"]["mode"], rows["learned"]["compiled"]) == ("in_place", True)
+    assert rows["learned"]["compile_seconds"] == 0.9
+    assert not rows["ridge"]["compiled"] and rows["ridge"]["compile_seconds"] is None
+    (way,) = {(row["mode"], row["compiled"]) for row in mode_rows(measured.raw, measured.memory, 0.9)}
+    assert way == ("in_place", False)
 
 
 def test_a_compiler_is_looked_for_before_it_is_needed(monkeypatch, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "kvlib"
 ALLOWED = {"torch", "transformers", "numpy", "safetensors", "kvlib", *sys.stdlib_module_names}
-SHELL = {"cli.py", "looking.py", "options.py", "planned.py", "__main__.py", "terminal.py"}
+SHELL = {"cli.py", "looking.py", "options.py", "planned.py", "__main__.py", "terminal.py", "usage.py"}
 
 
 def imports(path: Path) -> set[str]:

@@ -1,5 +1,7 @@
 """Corrections in place: each layer when it is read, or in the background; and the products that all modes share."""
 
+import functools
+
 import pytest
 import torch
 from test_maps import fitted_ridge, random_cache, random_residual
@@ -8,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvlib import DirectMap, handoff, prefill, products
 from kvlib.compiled import add_residual, torch_correction, why_not_compiled
+from kvlib.errors import KvlibError
+from kvlib.geometry import rotary_of
 from kvlib.linear import fast_linears, has_onednn, linear
 
 AFFINE = [fitted_ridge(), random_residual(), random_residual(base=fitted_ridge())]
@@ -89,7 +93,11 @@ def test_a_cache_whose_correction_failed_is_nobodys_to_use(monkeypatch):
         correct_(self, layer, *arguments)
 
     monkeypatch.setattr(type(cache_map), "correct_", fails_on_the_second)
-    with pytest.raises(MemoryError), torch.no_grad(), handoff(model, prefix, cache_map) as active:
+    with (
+        pytest.raises(MemoryError),
+        torch.no_grad(),
+        handoff(model, prefix, cache_map, compiled=False) as active,
+    ):
         active.logits(ids[:, -1:])
     assert calls == [0, 1]  # not tried again on leaving, nor is the first corrected twice
     refused(lambda: handoff(model, prefix, cache_map), match="partly applied")
@@ -120,7 +128,7 @@ def test_what_is_compiled_says_what_the_map_says(residual, features, by, monkeyp
     if by == "torch":
         monkeypatch.setattr("kvlib.compiled._compiled", lambda: add_residual)
         monkeypatch.setattr(
-            "kvlib.reading.compiled_correction", lambda *given: (torch_correction(*given), 0.0)
+            "kvlib.reading.compiled_correction", lambda *given: (torch_correction(*given[:3]), 0.0)
         )
     model, ids = tiny_llama(), tokens(2, 31)
     cache_map, prefix = random_residual(residual, features), prefill(tiny_llama(1), ids[:, :-1])
@@ -144,6 +152,89 @@ def test_compiling_where_nothing_is_to_be_had_by_it_is_refused_or_said():
     active = handoff(model, prefix, random_residual(), compiled=True)
     assert active.mode == "absorbed" and not active.compiled and "nothing was compiled" in active.reason
     assert why_not_compiled(random_residual()) is None
+
+
+def test_what_cannot_be_absorbed_is_corrected_by_the_compiled_pass_and_says_so(compiled_code):
+    model, ids = tiny_llama(), tokens(2, 31)
+    cache_map, prefix = random_residual(features="rope_stripped"), prefill(tiny_llama(1), ids[:, :-1])
+    _, exact, _ = decode(model, prefix.clone(), cache_map, "materialised", ids[:, -1:], 3)
+    _, plain, by_hand = decode(model, prefix.clone(), cache_map, "auto", ids[:, -1:], 3, compiled=False)
+    _, logits, active = decode(model, prefix, cache_map, "auto", ids[:, -1:], 3)
+    assert active.mode == by_hand.mode == "in_place" and active.compiled and not by_hand.compiled
+    assert active.compile_seconds > 0 and by_hand.compile_seconds is None
+    said = "values absorbed, keys corrected in place by a pass compiled by the C compiler"
+    assert active.reason.startswith(f"{cache_map.why_not_affine}; {said}")
+    assert by_hand.reason == cache_map.why_not_affine
+    assert (logits - exact).abs().max() < 1e-4 and (plain - exact).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("features", "residual"), [("rope_stripped", "linear"), ("own", "quadratic")])
+def test_keys_are_corrected_alone_only_where_the_values_can_be_absorbed(features, residual, compiled_code):
+    model, ids = tiny_llama(), tokens(2, 31)
+    cache_map, prefix = random_residual(residual, features), prefill(tiny_llama(1), ids[:, :-1])
+    source, copy = prefix.clone(), cache_map.materialise(prefix.clone(), rotary_of(model))
+    decode(model, prefix, cache_map, "auto", ids[:, -1:], 2)
+    absorbed = features == "rope_stripped"
+    for found, wanted in zip(prefix.values, source.values if absorbed else copy.values):
+        assert torch.equal(found, wanted) if absorbed else torch.allclose(found, wanted, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(prefix.keys, copy.keys))
+    assert prefix.corrected_by == ("partly applied residual" if absorbed else "residual")
+    refused(lambda: handoff(model, prefix, cache_map), match="has corrected already")
+    if absorbed:  # its keys and values no longer belong together
+        refused(lambda: handoff(model, prefix, DirectMap()), match="has corrected already")
+
+
+@pytest.mark.parametrize("mode", ["in_place", "materialised"])
+def test_a_mode_asked_for_by_name_is_not_compiled_unasked(mode):
+    model, ids = tiny_llama(), tokens(1, 12)
+    active = handoff(model, prefill(model, ids[:, :-1]), random_residual("quadratic"), mode)
+    assert not active.compiled and active.reason == "asked for by name"
+
+
+@pytest.mark.parametrize(
+    ("features", "residual", "obstacle", "why"),
+    [
+        ("own", "quadratic", lambda patch: patch("kvlib.compiled.no_compiler", lambda device: "none here"), "none here"),
+        ("own", "quadratic", lambda patch: patch("kvlib.compiled.made_of_c", lambda device: False), "most of a minute"),
+        ("rope_stripped", "quadratic", lambda patch: None, "more than one pass"),
+    ],
+)  # fmt: skip
+def test_where_nothing_can_be_compiled_the_plain_pass_corrects_and_says_why(
+    features, residual, obstacle, why, monkeypatch
+):
+    obstacle(monkeypatch.setattr)
+    model, ids = tiny_llama(), tokens(1, 12)
+    prefix, cache_map = prefill(model, ids[:, :-1]), random_residual(residual, features)
+    with torch.no_grad(), handoff(model, prefix, cache_map) as active:
+        active.logits(ids[:, -1:])
+    assert active.mode == "in_place" and not active.compiled and active.compile_seconds is None
+    assert active.reason.startswith(f"{cache_map.why_not_affine}; corrected in place by the plain pass (")
+    assert why in active.reason and prefix.corrected_by == "residual"
+
+
+def test_a_compiler_that_refuses_is_tried_once_and_the_plain_pass_takes_over(monkeypatch):
+    tried = []
+
+    def refusing(*given, **options):
+        tried.append(given)
+        raise KvlibError("the C compiler refuses a name, expected code for this machine: name another")
+
+    monkeypatch.setattr("kvlib.compiled.c_correction", refusing)
+    monkeypatch.setattr("kvlib.compiled.no_compiler", lambda device: None)
+    monkeypatch.setattr("kvlib.compiled._refusals", functools.cache(dict))
+    model, ids = tiny_llama(), tokens(1, 12)
+    cache_map = random_residual("quadratic")
+    _, exact, _ = decode(model, prefill(model, ids[:, :-1]), cache_map, "materialised", ids[:, -1:], 3)
+    for _ in range(2):
+        _, logits, active = decode(model, prefill(model, ids[:, :-1]), cache_map, "auto", ids[:, -1:], 3)
+        assert not active.compiled and "refuses a name" in active.reason and "plain pass" in active.reason
+        assert (logits - exact).abs().max() < 1e-4
+    assert len(tried) == 1
+    refused(
+        lambda: decode(model, prefill(model, ids[:, :-1]), cache_map, "auto", ids[:, -1:], 1, compiled=True),
+        match="refuses a name",
+    )
+    assert len(tried) == 2
 
 
 def test_without_a_compiler_there_is_one_sentence(monkeypatch):

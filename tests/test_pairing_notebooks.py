@@ -9,7 +9,7 @@ import pytest
 from jupytext.cli import jupytext
 from papermill import inspect_notebook
 
-from kvlib.study import execution
+from kvlib.study import execution, names
 from kvlib.study.parameters import script_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,7 +82,7 @@ def test_an_edit_in_the_script_reaches_the_notebook_and_keeps_its_outputs(projec
 
 
 def test_what_the_command_writes_can_be_synced_back(project, monkeypatch):
-    monkeypatch.setattr(execution, "SCRIPTS", project / "notebooks")
+    monkeypatch.setattr(names, "SCRIPTS", project / "notebooks")
     place = next(
         p for p in execution.write_notebooks(project / "build" / "notebooks") if p.stem == "02_confirmation"
     )
@@ -94,7 +94,7 @@ def test_what_the_command_writes_can_be_synced_back(project, monkeypatch):
 
 
 def test_an_edited_notebook_is_not_written_over(project, kvlib, monkeypatch):
-    monkeypatch.setattr(execution, "SCRIPTS", project / "notebooks")
+    monkeypatch.setattr(names, "SCRIPTS", project / "notebooks")
     out = project / "build" / "notebooks"
     assert kvlib("notebooks", str(out))[0] == 0
     assert kvlib("notebooks", str(out))[0] == 0  # nothing was edited

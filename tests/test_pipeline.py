@@ -51,7 +51,8 @@ def test_pipelined_is_serial_bit_for_bit(pair, cache_map, chunk_tokens):
         assert active.seen == 39
         found = [active.logits(ids[:, -1:], last=True), active.logits(ids[:, :5]), active.logits(ids[:, 5:6])]
         assert active.seen == 39 + 7
-    assert (active.mode, active.reason) == (serial.mode, serial.reason)
+    said = [one.reason.partition(" (in ")[0] for one in (active, serial)]  # without the seconds of compiling
+    assert active.mode == serial.mode and active.compiled == serial.compiled and said[0] == said[1]
     # The same kernels on the same numbers with as many threads: nothing has a reason to differ.
     assert all(torch.equal(a, b) for a, b in zip(found, wanted))
     assert all(torch.equal(a, b) for a, b in zip(active.prefix.keys, serial.prefix.keys))

@@ -19,8 +19,10 @@ from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.figures.slices import AXES
 from kvlib.report.palette import BASES, PATHS, SEQUENCE
+from kvlib.report.prose import making
 from kvlib.report.renderer import BookRenderer
 from kvlib.report.spoken import spoken
+from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import read_summary
 
@@ -280,6 +282,19 @@ def test_a_slower_handoff_is_called_slower(changed):
 def test_an_arm_that_broke_off_is_named(records):
     said = prose.screening_facts(records["screening"])["broken"]
     assert said.startswith("One arm broke off") and "ridge base" in said
+
+
+def test_articles_from_one_end_of_the_alphabet_are_called_that():
+    said = making.spread_sentence({"Aa", "Ab", "Ac", "Ba"})
+    assert said.startswith("Three of four titles begin with “A”") and "not a sample" in said
+    assert "three different letters" in making.spread_sentence({"Aa", "Ba", "Ca"})
+    assert making.spread_sentence({"12", "34"}) == ""
+
+
+def test_a_quantised_target_is_called_that_and_another_is_not():
+    laptop, paper = (load_profile(name).pair.target for name in ("laptop", "paper"))
+    assert "quantised" in making.format_sentence(laptop) and ".gguf" in making.format_sentence(laptop)
+    assert making.format_sentence(paper) == ""
 
 
 def test_the_reason_for_each_finalist_is_told(changed):

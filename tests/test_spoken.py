@@ -55,7 +55,9 @@ def book(tmp_path):
     (run / "pair" / "summary.json").write_text("{}")
     page = run / "book" / "chapters" / "page.html"
     page.parent.mkdir(parents=True)
-    page.write_text(origin("00_pair", "pair/summary.json, pair/none.json, ../../etc/passwd"))
+    page.write_text(
+        origin("00_pair", "pair/summary.json, pair/none.json, ../../etc/passwd, data/published.yaml")
+    )
     link_sources(run / "book", run)
     return page
 
@@ -64,7 +66,8 @@ def test_named_files_are_copied_into_the_book_and_linked(book):
     text = book.read_text()
     assert '<a href="../notebooks/00_pair.py"><code>notebooks/00_pair.py</code></a>' in text
     assert '<a href="../records/pair/summary.json"><code>results/mine/pair/summary.json</code></a>' in text
-    for link in ("../notebooks/00_pair.py", "../records/pair/summary.json"):
+    assert '<a href="../data/published.yaml"><code>data/published.yaml</code></a>' in text
+    for link in ("../notebooks/00_pair.py", "../records/pair/summary.json", "../data/published.yaml"):
         assert (book.parent / link).is_file()
 
 

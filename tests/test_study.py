@@ -32,6 +32,7 @@ TIMES = {
     "duration_s",
     "seconds",
     "ran",
+    "shares",
     "peak_bytes",
     "opened",
     "written",

@@ -188,6 +188,16 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
         {"gates"},
         "gates[1].tolerance: found 0.5, expected 0.005",
     ),
+    "two ways that differ": (
+        edit(f"{FINAL}/{SUMMARY}", set_at("agreement", 0, "max_abs_difference", "in_place", 0.02)),
+        {"final"},
+        "expected at most the tolerance",
+    ),
+    "a way that was left out": (
+        edit(f"{FINAL}/{SUMMARY}", lambda s: s["agreement"][1]["max_abs_difference"].pop("in_place")),
+        {"final"},
+        "modes",
+    ),
     "a gate left out": (
         edit(f"{SCREEN}/{SUMMARY}", lambda s: s["gates"].pop()),
         {"gates"},

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvlib.options import existing_run, profile_of, run_names
+from kvlib.options import DEFAULT_PROFILE, existing_run, profile_of, run_names
 from kvlib.terminal import say, short, table
 
 RunsArgument = Annotated[
@@ -60,7 +60,7 @@ def open_existing(name: str):
     from kvlib.study.run import Run
 
     folder = existing_run(name)
-    return Run.open(profile_of(name), name, results=folder.parent)
+    return Run.open(profile_of(name) or DEFAULT_PROFILE, name, results=folder.parent)
 
 
 def build_page(opened: list, found) -> None:

@@ -31,8 +31,13 @@ def command() -> list[str]:
 
 def why_not() -> str | None:
     """None when there is a C compiler that knows OpenMP and this processor, else the reason in a few words."""
+    return _why_not(tuple(command()), os.environ.get("PATH"))
+
+
+@functools.cache  # every handoff asks, and the answer may need a run of the compiler
+def _why_not(compiler: tuple[str, ...], path: str | None) -> str | None:
     try:
-        _described(tuple(command()))
+        _described(compiler)
     except KvlibError as error:
         return str(error).partition(", expected")[0]
     return None
@@ -47,10 +52,24 @@ def library(source: Path, defines: dict[str, object]) -> ctypes.CDLL:
     return _library(Path(source), macros, tuple(command()))
 
 
+def library_or_none(source: Path, defines: dict[str, object]) -> ctypes.CDLL | None:
+    """As `library`; None where there is none to be had, which is found out once."""
+    return _library_or_none(Path(source), tuple(defines.items()), tuple(command()))
+
+
+@functools.cache
+def _library_or_none(source: Path, defines: tuple, _compiler: tuple[str, ...]) -> ctypes.CDLL | None:
+    try:
+        return library(source, dict(defines))
+    except KvlibError:
+        return None
+
+
 @functools.cache
 def _library(source: Path, macros: tuple[str, ...], compiler: tuple[str, ...]) -> ctypes.CDLL:
     text = source.read_bytes()
-    parts = [text, "\0".join((*FLAGS, *LINKING, *macros)).encode(), _described(compiler)]
+    headers = [path.read_bytes() for path in sorted(source.parent.glob("*.h"))]  # any of which it may include
+    parts = [text, *headers, "\0".join((*FLAGS, *LINKING, *macros)).encode(), _described(compiler)]
     made_from = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     with tempfile.TemporaryDirectory(prefix="kvlib-") as scratch:
         kept = private_folder()

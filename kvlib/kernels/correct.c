@@ -24,7 +24,7 @@
 
 typedef REAL real;
 typedef real vector __attribute__((vector_size(BYTES), aligned(8), may_alias));
-typedef int64_t eights __attribute__((vector_size(BYTES)));
+typedef uint64_t eights __attribute__((vector_size(BYTES)));
 
 enum {
     LANES = BYTES / sizeof(real),
@@ -33,7 +33,9 @@ enum {
     STEP = 8 / sizeof(real),              /* features that a rank takes at a time */
     STEPS = (DIM + STEP - 1) / STEP,
     WIDTH = (DIM + GROUP - 1) / GROUP * GROUP,
+    VECTORS = WIDTH / LANES,
     AHEAD = 16,                           /* positions: how far ahead the cache is fetched */
+    BLOCK = 512,                          /* positions whose angles stay near the core while all heads use them */
     TILE = BYTES == 64 ? 8 : 4            /* positions at once: their sums fit into the registers */
 };
 
@@ -70,16 +72,20 @@ struct half {
 };
 
 struct layer {
-    struct half keys, values;
+    struct half keys, values;  /* no values, no x: they stay as they are */
     int64_t batches, heads, positions, threads;
     const real *cos, *sin;  /* (B, T, D), or NULL */
     int64_t angles;         /* from one prompt's to the next one's */
 };
 
-/* h = (x1, x2) -> (-x2, x1), as kvlib.maps.residual.half_turn */
-static inline void half_turn(const real *x, real *h) {
-    for (int d = 0; d < DIM / 2; d++) h[d] = -x[DIM - DIM / 2 + d];
-    for (int d = 0; d < DIM - DIM / 2; d++) h[DIM / 2 + d] = x[d];
+/* R(-p) f, or R(p) f: two numbers half a head apart at a time; sign is 1 to turn back */
+static inline void turn_by(real *f, const real *cos, const real *sin, real sign) {
+    enum { HALF = DIM / 2 };
+    for (int d = 0; d < HALF; d++) {
+        const real first = f[d], second = f[HALF + d];
+        f[d] = first * cos[d] + sign * second * sin[d];
+        f[HALF + d] = second * cos[HALF + d] - sign * first * sin[HALF + d];
+    }
 }
 
 static inline void normalise(real *f) {
@@ -91,19 +97,23 @@ static inline void normalise(real *f) {
     for (int d = 0; d < WIDTH; d++) f[d] *= weight;
 }
 
-/* z (TILE, 8) += f A of eight ranks, whose rows are (STEPS, 8, STEP) */
-static inline void project(real f[TILE][WIDTH], const real *rows, real z[TILE][8]) {
+/* z (TILE, 8, STEP) += f A of eight ranks, whose rows are (STEPS, 8, STEP); each z stands there STEP times */
+static inline void project(real f[TILE][WIDTH], const real *rows, real z[TILE][GROUP]) {
     vector sums[TILE][PARTS] = {{{0}}};
     for (int step = 0; step < STEPS; step++) {
         const vector *weights = (const vector *)(rows + step * GROUP);
         for (int p = 0; p < TILE; p++) {
-            int64_t few;
+            uint64_t few;
             memcpy(&few, &f[p][step * STEP], 8);
-            for (int i = 0; i < PARTS; i++) sums[p][i] += (vector)(few - (eights){0}) * weights[i];
+            for (int i = 0; i < PARTS; i++) sums[p][i] += (vector)(few + (eights){0}) * weights[i];
         }
     }
     for (int p = 0; p < TILE; p++)
-        for (int lane = 0; lane < GROUP; lane++) z[p][lane / STEP] += sums[p][lane / LANES][lane % LANES];
+        for (int i = 0; i < PARTS; i++) {
+            const eights pair = (eights)sums[p][i];
+            if (STEP == 2) sums[p][i] += (vector)(pair >> 32 | pair << 32);
+            *(vector *)(z[p] + i * LANES) += sums[p][i];
+        }
 }
 
 /* One tile: `count` positions of one head, from x on; cos and sin of the first of them where keys are turned. */
@@ -111,14 +121,11 @@ static inline __attribute__((always_inline)) void tile(
     stored *x, int64_t position, int64_t element, int count, const real *rows, const real *squares, const real *right,
     const real *cos, const real *sin, int turn
 ) {
-    real f[TILE][WIDTH] __attribute__((aligned(64))), z[RANK / 8][TILE][8] = {{{0}}}, turned[WIDTH];
+    real f[TILE][WIDTH] __attribute__((aligned(64))), z[RANK / 8][TILE][GROUP] __attribute__((aligned(64))) = {{{0}}};
     if (count < TILE || DIM < WIDTH) memset(f, 0, sizeof f);
     for (int p = 0; p < count; p++) {
         for (int d = 0; d < DIM; d++) f[p][d] = read_one(x[p * position + d * element]);
-        if (turn) {
-            half_turn(f[p], turned);
-            for (int d = 0; d < DIM; d++) f[p][d] = f[p][d] * cos[p * DIM + d] - turned[d] * sin[p * DIM + d];
-        }
+        if (turn) turn_by(f[p], cos + p * DIM, sin + p * DIM, 1);
         if (RMS) normalise(f[p]);
     }
     for (int block = 0; block < RANK / 8; block++) project(f, rows + block * STEPS * GROUP, z[block]);
@@ -128,15 +135,12 @@ static inline __attribute__((always_inline)) void tile(
         for (int block = 0; block < RANK / 8; block++) project(f, squares + block * STEPS * GROUP, z[block]);
     }
     for (int p = 0; p < count; p++) {
-        vector delta[WIDTH / LANES] = {{0}};
+        vector delta[VECTORS] = {{0}};
         for (int r = 0; r < RANK; r++)
-            for (int k = 0; k < WIDTH / LANES; k++)
-                delta[k] += z[r / 8][p][r % 8] * *(const vector *)(right + r * WIDTH + k * LANES);
+            for (int k = 0; k < VECTORS; k++)
+                delta[k] += z[r / 8][p][r % 8 * STEP] * *(const vector *)(right + r * WIDTH + k * LANES);
         real *change = (real *)delta;
-        if (turn) {
-            half_turn(change, turned);
-            for (int d = 0; d < DIM; d++) change[d] = change[d] * cos[p * DIM + d] + turned[d] * sin[p * DIM + d];
-        }
+        if (turn) turn_by(change, cos + p * DIM, sin + p * DIM, -1);
         for (int d = 0; d < DIM; d++) {
             stored *one = x + p * position + d * element;
             *one = written(read_one(*one) + change[d]);
@@ -144,30 +148,40 @@ static inline __attribute__((always_inline)) void tile(
     }
 }
 
-/* A thread's part of keys or of values: called by each of a team. */
+/* The tile of one head that begins at this position. */
+static inline __attribute__((always_inline)) void correct_tile(
+    const struct layer *of, const struct half *half, int64_t batch, int64_t head, int64_t start, int turn
+) {
+    const int64_t left = of->positions - start;
+    const int count = left < TILE ? (int)left : TILE;
+    stored *x = half->x + batch * half->batch + head * half->head + start * half->position;
+    const real *rows = half->rows + head * RANK * STEPS * STEP, *right = half->right + head * RANK * WIDTH;
+    const real *squares = SQUARES ? half->squares + head * RANK * STEPS * STEP : 0;
+    const real *cos = turn ? of->cos + batch * of->angles + start * DIM : 0;
+    const real *sin = turn ? of->sin + batch * of->angles + start * DIM : 0;
+    if (half->element != 1) {
+        tile(x, half->position, half->element, count, rows, squares, right, cos, sin, turn);
+        return;
+    }
+    if (left >= AHEAD + TILE)
+        for (int p = AHEAD; p < AHEAD + TILE; p++)
+            for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(x + p * half->position + d, 1);
+    if (count == TILE)
+        tile(x, half->position, 1, TILE, rows, squares, right, cos, sin, turn);
+    else
+        tile(x, half->position, 1, count, rows, squares, right, cos, sin, turn);
+}
+
+/* A thread's part of keys or of values, block by block of positions, all heads of a block one after the other: called by each
+   of a team. */
 static inline __attribute__((always_inline)) void correct_half(const struct layer *of, const struct half *half, int turn) {
-    const int64_t tiles = (of->positions + TILE - 1) / TILE;
+    const int64_t even = of->positions / (4 * of->threads) / TILE * TILE + TILE;  /* a few for each thread */
+    const int64_t block = even < BLOCK ? even : BLOCK, blocks = (of->positions + block - 1) / block;
 #pragma omp for schedule(static) nowait
-    for (int64_t i = 0; i < of->batches * of->heads * tiles; i++) {
-        const int64_t start = i % tiles * TILE, head = i / tiles % of->heads, batch = i / tiles / of->heads;
-        const int64_t left = of->positions - start;
-        const int count = left < TILE ? (int)left : TILE;
-        stored *x = half->x + batch * half->batch + head * half->head + start * half->position;
-        const real *rows = half->rows + head * RANK * STEPS * STEP, *right = half->right + head * RANK * WIDTH;
-        const real *squares = SQUARES ? half->squares + head * RANK * STEPS * STEP : 0;
-        const real *cos = turn ? of->cos + batch * of->angles + start * DIM : 0;
-        const real *sin = turn ? of->sin + batch * of->angles + start * DIM : 0;
-        if (half->element != 1) {
-            tile(x, half->position, half->element, count, rows, squares, right, cos, sin, turn);
-            continue;
-        }
-        if (left >= AHEAD + TILE)
-            for (int p = AHEAD; p < AHEAD + TILE; p++)
-                for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(x + p * half->position + d, 1);
-        if (count == TILE)
-            tile(x, half->position, 1, TILE, rows, squares, right, cos, sin, turn);
-        else
-            tile(x, half->position, 1, count, rows, squares, right, cos, sin, turn);
+    for (int64_t i = 0; i < of->batches * blocks * of->heads; i++) {
+        const int64_t head = i % of->heads, first = i / of->heads % blocks * block, batch = i / of->heads / blocks;
+        const int64_t last = first + block < of->positions ? first + block : of->positions;
+        for (int64_t start = first; start < last; start += TILE) correct_tile(of, half, batch, head, start, turn);
     }
 }
 
@@ -175,6 +189,6 @@ void correct(const struct layer *of) {
 #pragma omp parallel num_threads((int)of->threads)
     {
         correct_half(of, &of->keys, TURN);
-        correct_half(of, &of->values, 0);
+        if (of->values.x) correct_half(of, &of->values, 0);
     }
 }

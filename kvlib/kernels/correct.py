@@ -42,8 +42,10 @@ class Layer(ctypes.Structure):
     )
 
 
-def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles) -> Callable:
+def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles, *, keys_only: bool = False) -> Callable:
     """`CacheMap.correct_` of this map for this cache, on a processor; `angles` as from `CacheMap.angles`.
+
+    keys_only: leave the values as they are, for attention to absorb their part.
 
     It computes in the dtype of the map's weights, which are float32 or float64; the cache is in that, or in half
     precision and rounded once.
@@ -57,6 +59,8 @@ def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles) -> Callabl
             "precision: convert one of them"
         )
     turn = cache_map.features == "rope_stripped"
+    if turn and dim % 2:
+        raise KvlibError(f"heads of {dim} numbers given, expected an even count to turn: leave compiled out")
     defines = {
         "DIM": dim,
         "RANK": -(-cache_map.rank // GROUP) * GROUP,
@@ -68,10 +72,9 @@ def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles) -> Callabl
     }
     correct = library(SOURCE, defines).correct
     correct.restype, correct.argtypes = None, [ctypes.POINTER(Layer)]
-    weights = [
-        _packed(*cache_map.low_rank(slice(None), False), angles),
-        _packed(*cache_map.low_rank(slice(None), True)),
-    ]
+    weights = [_packed(*cache_map.low_rank(slice(None), False), angles)]
+    if not keys_only:
+        weights.append(_packed(*cache_map.low_rank(slice(None), True)))
     cos, sin = (t.to(real).contiguous() if turn else None for t in angles)
     layers, heads = cache_map.key_scale.shape
 
@@ -89,10 +92,11 @@ def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles) -> Callabl
                 f"keys {tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} of layer {layer} given to a "
                 f"correction that was compiled for {heads} heads of {dim} in {dtype}: begin a handoff of this very cache"
             )
-        halves = (
+        halves = [
             Half(x.data_ptr(), *x.stride(), *(None if w is None else w[layer].data_ptr() for w in one))
             for x, one in zip((keys, values), weights)
-        )
+        ]
+        halves += [Half()] * (2 - len(halves))
         turned = (cos.data_ptr(), sin.data_ptr(), cos.stride(0)) if turn else (None, None, 0)
         correct(Layer(*halves, batches, heads, positions, torch.get_num_threads(), *turned))
 

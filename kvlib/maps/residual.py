@@ -1,5 +1,6 @@
 """A learned low-rank residual on a base map: the study's correction."""
 
+import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -132,6 +133,13 @@ class ResidualMap(CacheMap):
         lefts = (self.key_left[layer], self.value_left[layer])
         rights = (self.key_right[layer], self.value_right[layer])
         return tuple(Affine(b.dense, b.bias, a, r, self.scale) for b, a, r in zip(bases, lefts, rights))
+
+    @functools.cached_property
+    def value_affines(self):
+        if self.residual == "quadratic" or self.features == "rms":
+            return None
+        own = replace(self, features="own")  # values have no rotation to strip
+        return [values for _, values in own.affines]
 
     def correct(self, layer, keys, values, rotary=None):
         keys, values = keys.to(self.key_left.dtype), values.to(self.key_left.dtype)

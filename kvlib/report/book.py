@@ -161,7 +161,9 @@ def _read_chapter(run_folder: Path, name: str, command: str = "") -> nbformat.No
     try:
         notebook = nbformat.read(path, as_version=4)
     except (nbformat.reader.NotJSONError, nbformat.ValidationError, UnicodeDecodeError) as error:
-        raise KvlibError(f"{path} is no readable notebook: run `{command}` again") from error
+        raise KvlibError(
+            f"{path} is no readable notebook, expected the one that a run left: run `{command}` again"
+        ) from error
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     failed = [o for cell in code for o in cell.outputs if o.output_type == "error"]
     if failed:

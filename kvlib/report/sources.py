@@ -8,7 +8,7 @@ from pathlib import Path
 from kvlib.study.run import ROOT
 
 NAMED = re.compile(r'<code data-kv-file="([^"]+)">[^<]*</code>')
-SCRIPTS, RECORDS = "notebooks", "records"
+SCRIPTS, RECORDS, DATA = "notebooks", "records", "data"
 
 
 def named_script(name: str) -> str:
@@ -17,8 +17,8 @@ def named_script(name: str) -> str:
 
 
 def named_record(name: str) -> str:
-    """A record, as `link_sources` finds it. name: the file, relative to the run's folder."""
-    return _named(f"{RECORDS}/{name}", name)
+    """A record, as `link_sources` finds it. name: the file, relative to the run's folder; or data/… of the project."""
+    return _named(name if name.startswith(f"{DATA}/") else f"{RECORDS}/{name}", name)
 
 
 def origin(script: str, records: str) -> str:
@@ -29,7 +29,7 @@ def origin(script: str, records: str) -> str:
 
 
 def link_sources(book: Path, run_folder: Path) -> None:
-    """Put a link where a page names a script or a record of the run, and a copy of that file into the book.
+    """Put a link where a page names a script, a record of the run or a file of `data`, and a copy of that file into the book.
 
     A name without a file stays a name. Copies make the book whole by itself, wherever it is published.
     """
@@ -40,14 +40,16 @@ def link_sources(book: Path, run_folder: Path) -> None:
         def linked(found: re.Match, up: str = up) -> str:
             place = html.unescape(found.group(1))
             folder, _, name = place.partition("/")
-            base = (run_folder if folder == RECORDS else ROOT / SCRIPTS).resolve()
+            if folder not in (SCRIPTS, RECORDS, DATA):
+                return found.group(0)
+            base = (run_folder if folder == RECORDS else ROOT / folder).resolve()
             source = (base / name).resolve()
             if not (source.is_file() and source.is_relative_to(base)):
                 return found.group(0)
             if not (book / place).exists():
                 (book / place).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, book / place)
-            shown = place if folder == SCRIPTS else f"results/{run_folder.name}/{name}"
+            shown = f"results/{run_folder.name}/{name}" if folder == RECORDS else place
             return f'<a href="{up}{html.escape(place)}"><code>{html.escape(shown)}</code></a>'
 
         changed = NAMED.sub(linked, text)

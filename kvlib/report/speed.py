@@ -25,7 +25,17 @@ def mode_of(latency: dict, tokens: int, mode: str, compiled: bool = False) -> di
         if (row["prefix_tokens"], row["mode"], row["compiled"]) == (tokens, mode, compiled):
             return row
     learned = row_of(latency, tokens, "learned")
-    return learned if learned and learned["mode"] == mode and not compiled else None
+    return learned if learned and (learned["mode"], learned["compiled"]) == (mode, compiled) else None
+
+
+def in_place_of(latency: dict, tokens: int) -> dict | None:
+    """The learned map in place as a handoff does it: by the compiled pass where the run has one, else by the plain one."""
+    return mode_of(latency, tokens, "in_place", True) or mode_of(latency, tokens, "in_place")
+
+
+def way_of(row: dict) -> str:
+    """How a row's map is applied, in words: "in place, compiled"."""
+    return row["mode"].replace("_", " ") + (", compiled" if row["compiled"] else "")
 
 
 def floor_of(latency: dict, tokens: int) -> dict | None:
@@ -59,7 +69,7 @@ RATIOS: dict[str, Callable[[dict, int], float | None]] = {
     "learned_stock": lambda run, t: share(_learned(run, t), row_of(run, t, "direct_stock")),
     "native_learned": lambda run, t: share(row_of(run, t, "native"), _learned(run, t)),
     "written_direct": lambda run, t: share(mode_of(run, t, "materialised"), row_of(run, t, "direct")),
-    "in_place_direct": lambda run, t: share(mode_of(run, t, "in_place"), row_of(run, t, "direct")),
+    "in_place_direct": lambda run, t: share(in_place_of(run, t), row_of(run, t, "direct")),
     "learned_direct_peak": lambda run, t: share(_learned(run, t), row_of(run, t, "direct"), PEAK),
     "learned_native_peak": lambda run, t: share(_learned(run, t), row_of(run, t, "native"), PEAK),
     "direct_floor": _direct_floor,

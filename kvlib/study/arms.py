@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from kvlib.errors import KvlibError
+from kvlib.errors import KvlibError, suggestion
 from kvlib.study.profile import Screening
 
 BASES = ("direct", "ridge")
@@ -66,9 +66,12 @@ def chosen_arms(screening: Screening) -> list[Arm]:
         return list(arms.values())
     unknown = [name for name in screening.arms if name not in arms]
     if unknown:
-        raise KvlibError(f"arm {unknown[0]!r} given, expected some of: {', '.join(arms)}")
+        raise KvlibError(
+            f"arm {unknown[0]!r} given, expected some of {', '.join(arms)}{suggestion(unknown[0], arms)}"
+        )
     if len(set(screening.arms)) != len(screening.arms) or len(screening.arms) < screening.select:
         raise KvlibError(
-            f"{len(set(screening.arms))} different arms given, expected at least screening.select = {screening.select}, each once"
+            f"{len(set(screening.arms))} different arms given, expected at least screening.select = "
+            f"{screening.select}, each once: name more, or lower screening.select"
         )
     return [arms[name] for name in screening.arms]

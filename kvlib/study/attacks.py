@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from kvlib.study.describing import commit
 from kvlib.study.records import PARTIAL, read_record, write_json
@@ -24,7 +25,7 @@ def run_attacks(run: Run, say: Callable[[str], None] = lambda sentence: None) ->
             return record, False
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=run.folder) as scratch:
-        found = attack(scratch, say=say)
+        found = attack(Path(scratch), say=say)
     record = {"kvlib": code_hash(), "commit": commit(), "attacks": found}
     write_json(path, record)
     return record, True

@@ -12,7 +12,7 @@ from kvlib.study.progress import Progress
 from kvlib.study.records import read_record, write_json
 from kvlib.study.run import Run
 from kvlib.study.scoring import Scorer
-from kvlib.study.screening import SCORE_STEPS, prepare, scored_tables, stage_gates
+from kvlib.study.screening import SCORE_STEPS, prepare, scored_tables, scores_file, stage_gates
 from kvlib.study.units import Done, Opening, Unit
 
 RAN = "ran.json"  # beside an arm's records: where its training was begun last
@@ -44,6 +44,14 @@ class Bench:
             progress.advance(self.score_cost, f"{name} scored")
         dtype = str(next(self.trainer.target.parameters()).dtype).removeprefix("torch.")
         return Opening(passed, tables, self.scorer.articles, len(self.trainer.store.windows), dtype)
+
+    def finished(self, unit: Unit) -> bool:
+        """Whether `do` would find everything in the records."""
+        ended, place = self.trainer.finished(unit.task), self.trainer.place(unit.task)
+        if ended is None or ended["status"] != "finished":
+            return ended is not None
+        files = (scores_file(step, scale) for step, scales in unit.scorings for scale in scales)
+        return all((place / name).exists() for name in files)
 
     def do(self, unit: Unit, progress: Progress) -> Done:
         """Train and score what is not in the records yet; the rest is read from there."""

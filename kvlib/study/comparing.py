@@ -8,8 +8,9 @@ import pandas as pd
 from kvlib.errors import KvlibError
 from kvlib.study.records import read_record, read_table
 from kvlib.study.run import EXTRA, NOTEBOOKS, STAGES, Run, read_summary
-from kvlib.study.standing import DONE, flat, standing
+from kvlib.study.standing import DONE, standing
 from kvlib.study.statistics import paired
+from kvlib.study.yaml_files import flat
 
 HANDOFFS = ("direct", "ridge", "learned")
 SETTINGS, STATE, MACHINE, PAIRED = "settings", "state", "made with", "prompt by prompt"

@@ -5,8 +5,6 @@ import threading
 import time
 from pathlib import Path
 
-from tqdm import tqdm
-
 from kvlib.study.progress import read_progress, seconds_left
 
 POLL_S = 0.5
@@ -36,6 +34,8 @@ class Display:
             self._lines()
 
     def _bar(self) -> None:
+        from tqdm import tqdm  # not for those who only ask how long something takes
+
         with tqdm(
             total=1.0, desc=self.label, file=self.stream, leave=False, dynamic_ncols=True, disable=False,
             bar_format="{desc} {percentage:3.0f}%|{bar:24}| {elapsed}{postfix}",

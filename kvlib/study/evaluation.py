@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 
 from kvlib.cache import PrefixCache, prefill
-from kvlib.divergence import Divergence, Reference, divergence, path_divergence
+from kvlib.divergence import Divergence, Reference, divergence, native_logits, path_divergence
 from kvlib.handoff import handoff
 from kvlib.maps import CacheMap, DirectMap, load_map
 from kvlib.pair import rotary_of
@@ -25,10 +25,11 @@ from kvlib.study.final_tables import (
     summarise_final,
 )
 from kvlib.study.freezing import check_manifest, openings, record_opening
-from kvlib.study.gate import gates
+from kvlib.study.gate import agreement, gates
 from kvlib.study.lowering import PROMPTS, room
 from kvlib.study.models import OneModel, load_pair_model, load_pair_tokenizer
 from kvlib.study.pairing import load_partitions, recorded_fingerprint
+from kvlib.study.profile import Evaluation
 from kvlib.study.progress import Progress
 from kvlib.study.prompts import TOO_MANY, PromptStore
 from kvlib.study.records import hash_json, write_table
@@ -73,6 +74,7 @@ def run_frozen_evaluation(run: Run) -> dict:
     store.fill_with("native", lambda: target, progress, PREFILL_UNITS)
     low = load_pair_model(run, "target", rough) if ROUGH in rows["controls"] else None
     maps = {name: cache_map.to(device) for name, cache_map in maps.items()}
+    agreed = ways_agree(store, target, maps, settings)
     bench = Bench(store, target, low, maps, donors_of([item.article for item in items]), profile.seed)
     write = {"steps": lambda *batch: bench.paths(*batch, tokenizer), "controls": bench.controls}
 
@@ -103,11 +105,20 @@ def run_frozen_evaluation(run: Run) -> dict:
             "frozen": manifest["hash"],
             "commit": commit(),
             "gates": passed,
+            "agreement": agreed,
             "modes": modes(maps),
         },
         started,
         {"opened": len(openings(run))},
     )
+
+
+def ways_agree(store: PromptStore, target, maps: dict[str, CacheMap], settings: Evaluation) -> list[dict]:
+    """`agreement` of the frozen maps over the first prompts, along the first forcing's tokens."""
+    prefix, references = store.batch(0)
+    inputs, device = references[settings.forcings[0]].inputs, next(target.parameters()).device
+    frozen = {name: maps[name] for name in PATHS if name in maps and name != "direct"}
+    return agreement(target, prefix.to(device), inputs.to(device), frozen, settings.gate_tolerance)
 
 
 def work_folder(run: Run, manifest_hash: str) -> Path:
@@ -163,12 +174,14 @@ class Bench:
             cache, found = prefix.select(few), {}
             for forcing, whole in references.items():
                 reference = whole.select(few)
+                logits = native_logits(self.target, reference)  # of all paths
                 for name in PATHS:
                     if name == "native":  # by definition its own reference
-                        logits = self.target.get_output_embeddings()(reference.hidden)
                         found[forcing, name] = divergence(logits, logits, reference.forced)
                     else:
-                        found[forcing, name] = path_divergence(self.target, cache, self.maps[name], reference)
+                        found[forcing, name] = path_divergence(
+                            self.target, cache, self.maps[name], reference, native=logits
+                        )
             return found
 
         frames = [
@@ -217,11 +230,13 @@ class Bench:
         rough = prefill(self.low, head) if self.low is not None else None
         found = {}
         for forcing, reference in references.items():
+            logits = native_logits(self.target, reference)  # of all controls
+            against_native = partial(path_divergence, self.target, reference=reference, native=logits)
             for name, (kind, of, _) in CONTROLS.items():
                 if of in maps:
-                    found[forcing, name] = path_divergence(self.target, caches[kind], maps[of], reference)
+                    found[forcing, name] = against_native(caches[kind], maps[of])
             for name, cache in native.items():
-                found[forcing, name] = path_divergence(self.target, cache, DirectMap(), reference)
+                found[forcing, name] = against_native(cache, DirectMap())
             if rough is not None:
                 found[forcing, ROUGH] = self._rough(rough, reference)
         return found

@@ -19,8 +19,19 @@ from papermill.exceptions import PapermillExecutionError
 
 from kvlib.errors import KvlibError
 from kvlib.study.display import Display
-from kvlib.study.parameters import check_parameters, read_script, script_parameters, suggestion
-from kvlib.study.profile import DATA
+from kvlib.study.names import (
+    DATA,
+    NOTEBOOKS,
+    ROOT,
+    STAGES,
+    extra_scripts,
+    home,
+    run_folder,
+    script_of,  # noqa: F401 (other files know it from here as well)
+    scripts,
+    sequence,
+)
+from kvlib.study.parameters import check_parameters, read_script, script_parameters
 from kvlib.study.progress import VARIABLE, read_progress
 from kvlib.study.records import (
     PARTIAL,
@@ -33,9 +44,8 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, ROOT, STAGES, code_files, home, sequence
+from kvlib.study.run import MADE, code_files
 
-SCRIPTS = ROOT / "notebooks"
 KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
 QUIET = {  # for kernels: progress bars flood a page, advice is not for readers
     "TQDM_DISABLE": "1",
@@ -60,36 +70,6 @@ class Executed:
     path: Path
     ran: bool
     seconds: float
-
-
-def run_folder(run: str) -> Path:
-    return home() / "results" / run
-
-
-def scripts() -> dict[str, Path]:
-    """Notebook name -> its script, in the order in which they run."""
-    return {path.stem: path for path in sorted(SCRIPTS.glob("[0-9]*.py"))}
-
-
-def extra_scripts() -> dict[str, Path]:
-    """Those that the ordinary run leaves out: each has a command of its own."""
-    return {NOTEBOOKS[stage]: SCRIPTS / f"{NOTEBOOKS[stage]}.py" for stage in EXTRA}
-
-
-def script_of(name: str) -> Path:
-    """A notebook by name (`01_screening`, `evidence`), file or number. Raises KvlibError for an unknown one."""
-    known = scripts() | extra_scripts()
-    wanted = Path(name).stem
-    found = [
-        stem
-        for stem in known
-        if stem == wanted or stem.split("_", 1)[0] == wanted or stem.split("_", 1)[-1] == wanted
-    ]
-    if len(found) != 1:
-        raise KvlibError(
-            f"notebook {name!r} given, expected one of {', '.join(known)}{suggestion(wanted, list(known))}"
-        )
-    return known[found[0]]
 
 
 def run_notebook(

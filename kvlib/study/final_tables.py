@@ -1,6 +1,7 @@
 """The final evaluation's tables, and every figure of its summary as a function of them."""
 
 import math
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
@@ -46,7 +47,9 @@ def lean_table(found: Divergence, start: int) -> pd.DataFrame:
     )
 
 
-def checked_steps(path, forcings: list[str], paths: list[str], prompts: range, steps: int) -> pd.DataFrame:
+def checked_steps(
+    path, forcings: Sequence[str], paths: list[str], prompts: range, steps: int
+) -> pd.DataFrame:
     """A batch's table, after it was found to hold each forcing, path, prompt and step once, with finite numbers."""
     table = read_table(path)
     wanted = {(f, p, i, s) for f in forcings for p in paths for i in prompts for s in range(1, steps + 1)}
@@ -86,7 +89,7 @@ def per_prompt(steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarise_final(
-    steps: pd.DataFrame, prompts: pd.DataFrame, controls: pd.DataFrame, forcings: list[str], seed: int
+    steps: pd.DataFrame, prompts: pd.DataFrame, controls: pd.DataFrame, forcings: Sequence[str], seed: int
 ) -> dict:
     """ "forcing", "controls", "noise" and "decision" of the summary.
 
@@ -110,7 +113,7 @@ def summarise_final(
     }
 
 
-def main_forcing(forcings: list[str]) -> str:
+def main_forcing(forcings: Sequence[str]) -> str:
     """The forcing that the headline and the decision rest on."""
     return "oracle" if "oracle" in forcings else forcings[0]
 

@@ -7,11 +7,12 @@ import torch
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache
-from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler
+from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler, why_not_compiled
+from kvlib.errors import KvlibError
 from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry, rotary_of
-from kvlib.latency import MadeCaches, TargetPath, memory_bandwidth_gb_s
-from kvlib.maps import load_map
+from kvlib.latency import MadeCaches, memory_bandwidth_gb_s
+from kvlib.maps import CacheMap, load_map
 from kvlib.study.describing import environment
 from kvlib.study.gate import gates
 from kvlib.study.latency_tables import crossovers, floor_rows, mode_rows, summarise
@@ -22,7 +23,14 @@ from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
 from kvlib.study.run import Run, device_of
 from kvlib.study.screening import check_fingerprint
-from kvlib.study.timing import latency_units, measure_latency, other_ways, times_the_source
+from kvlib.study.timing import (
+    MODES_OF,
+    latency_units,
+    learned_is_compiled,
+    measure_latency,
+    other_ways,
+    times_the_source,
+)
 
 MAPS = ("ridge", "learned")
 
@@ -46,13 +54,13 @@ def run_latency(run: Run) -> dict:
         source = MadeCaches.of(models.get("source"), prefixes[:, : max(config.prefix_tokens)])
     target = models.get("target")
     device, dtype = next(target.parameters()).device, next(target.parameters()).dtype
-    modes, left_out = other_ways(config, maps, no_compiler(device))
+    compile_seconds, why_not = _compile(target, maps, config.modes, dtype, device)
+    modes, left_out = other_ways(config, maps, why_not, learned_is_compiled(maps, device))
     progress = Progress("latency", latency_units(config, maps, modes, len(prefixes)))
     passed = gates(
         target, prefixes[:1], config.prefix_tokens, 0, run.profile.evaluation.gate_tolerance, progress
     )
     bandwidth = memory_bandwidth_gb_s(device)
-    compile_seconds = _compile(target, [path for path in modes if path.compiled], dtype, device)
     measured = measure_latency(
         target, source, maps, modes, prefixes, config, folder, seed=run.profile.seed,
         key=parts_key(run, confirmation["manifest_hash"]), progress=progress,
@@ -60,7 +68,7 @@ def run_latency(run: Run) -> dict:
     )  # fmt: skip
     for name, table in vars(measured).items():
         write_table(folder / f"{name}.parquet", table)
-    rows, here = summarise(measured.raw, measured.memory), environment(device)
+    rows, here = summarise(measured.raw, measured.memory, compile_seconds), environment(device)
     return run.publish(
         "latency",
         {
@@ -86,17 +94,26 @@ def run_latency(run: Run) -> dict:
     )
 
 
-def _compile(target, compiled: list[TargetPath], dtype: torch.dtype, device: torch.device) -> float | None:
-    """Have every correction compiled that will be timed, so that no clock sees it; seconds, None without any."""
-    seconds = None
+def _compile(
+    target, maps: dict[str, CacheMap], ways: list[str], dtype: torch.dtype, device: torch.device
+) -> tuple[float | None, str | None]:
+    """Have the learned map's correction compiled where it will be timed, so that no clock sees it.
+
+    Returns: (seconds, None where nothing was compiled; why nothing can be compiled here, else None).
+    """
+    learned, why_not = maps[MODES_OF], no_compiler(device)
+    wanted = "compiled" in ways or learned_is_compiled(maps, device)
+    if not wanted or why_not or why_not_compiled(learned):
+        return None, why_not
     shape = Geometry.of(target)
-    for path in compiled:
-        empty = torch.zeros(1, shape.heads, SAMPLE_TOKENS, shape.head_dim, dtype=dtype, device=device)
-        prefix = PrefixCache([empty] * shape.layers, [empty] * shape.layers)
-        cache_map = path.cache_map.to(device, compute_dtype(target))
-        rotary = rotary_of(target) if cache_map.needs_rotary else None
-        seconds = compiled_correction(cache_map, prefix, cache_map.angles(rotary, prefix))[1]
-    return seconds
+    empty = torch.zeros(1, shape.heads, SAMPLE_TOKENS, shape.head_dim, dtype=dtype, device=device)
+    prefix = PrefixCache([empty] * shape.layers, [empty] * shape.layers)
+    cache_map = learned.to(device, compute_dtype(target))
+    rotary = rotary_of(target) if cache_map.needs_rotary else None
+    try:
+        return compiled_correction(cache_map, prefix, cache_map.angles(rotary, prefix))[1], None
+    except KvlibError as error:
+        return None, str(error).partition(", expected")[0]
 
 
 def parts_key(run: Run, manifest_hash: str) -> str:

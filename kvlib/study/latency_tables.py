@@ -14,11 +14,12 @@ from kvlib.modes import MARK, WAYS, split_name
 ORDER = ("native", "direct", "direct_stock", "ridge", "learned")
 
 
-def summarise(raw: pd.DataFrame, memory: pd.DataFrame) -> list[dict]:
+def summarise(raw: pd.DataFrame, memory: pd.DataFrame, compile_seconds: float | None = None) -> list[dict]:
     """The "rows" of latency/summary.json, by length, resident before cold, then path; of the paths alone.
 
     native has `resident` rows only: it reads no source cache, so the same times stand against cold. `cold`
-    rows have no peak: that is measured above the state in which the source's cache is resident.
+    rows have no peak: that is measured above the state in which the source's cache is resident. compile_seconds: what
+    compiling took before the clocks; it stands in the rows of a path that is handed over by a compiled pass.
     """
     peaks, rows = _peaks(memory), []
     paths = raw[~raw["path"].str.contains(MARK)]
@@ -36,6 +37,8 @@ def summarise(raw: pd.DataFrame, memory: pd.DataFrame) -> list[dict]:
                 "repetitions": len(group),
                 "peak_extra_bytes": None if pd.isna(peak) else int(peak),
                 "mode": group["mode"].iloc[0],
+                "compiled": bool(group["compiled"].iloc[0]),
+                "compile_seconds": compile_seconds if group["compiled"].iloc[0] else None,
             }
         )
     return sorted(rows, key=lambda r: (r["prefix_tokens"], r["residency"] == "cold", ORDER.index(r["path"])))

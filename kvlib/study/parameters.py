@@ -1,7 +1,6 @@
 """The parameters of a notebook script, and whether given values fit: papermill itself only warns."""
 
 import ast
-import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import nbformat
 import yaml
 from papermill import inspect_notebook
 
-from kvlib.errors import KvlibError
+from kvlib.errors import KvlibError, suggestion
 
 SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
@@ -48,7 +47,7 @@ def script_parameters(script: Path) -> dict[str, Parameter]:
 
 
 def profile_keys(script: Path) -> dict[str, str]:
-    """Parameter -> the dotted profile key that the script gives it to, found in the script's dictionaries."""
+    """Parameter -> the dotted profile key that the script gives it to, in a dictionary or to `open_run` by name."""
     code = "\n".join(cell.source for cell in read_script(script).cells if cell.cell_type == "code")
     known, keys = set(script_parameters(script)), {}
     for node in ast.walk(ast.parse(code)):
@@ -56,6 +55,10 @@ def profile_keys(script: Path) -> dict[str, str]:
             for key, value in zip(node.keys, node.values):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Name) and value.id in known:
                     keys[value.id] = key.value
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "open_run":
+            for word in node.keywords:
+                if word.arg and word.arg != "results" and isinstance(word.value, ast.Name):
+                    keys[word.value.id] = word.arg
     return keys
 
 
@@ -145,7 +148,7 @@ def _checked(notebook: str, parameter: Parameter, value):
     if not _fits(kind, value):
         raise KvlibError(
             f"parameter {parameter.name} of {notebook} is {value!r}, expected {_describe(kind)} such as "
-            f"{_example(kind) if parameter.default is None else parameter.default!r}: correct the value"
+            f"{_example(kind) if parameter.default is None else json.dumps(parameter.default)}: correct the value"
         )
     return float(value) if kind == "float" else value
 
@@ -195,9 +198,3 @@ def _example(kind: str) -> str:
     return examples.get(
         kind.replace("List", "list"), "[4, 8]" if kind.startswith(("list", "List")) else "null"
     )
-
-
-def suggestion(name: str, known: list[str]) -> str:
-    """`; did you mean 'x'?` for the nearest known name, or nothing."""
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from kvlib.errors import KvlibError
-from kvlib.modes import WAYS
+from kvlib.errors import KvlibError, suggestion
 from kvlib.study.inputs import (
     Count,
     DatasetCorpus,
@@ -22,10 +21,13 @@ from kvlib.study.inputs import (
     Strict,
     WikipediaCorpus,
 )
-from kvlib.study.yaml_files import describe_error, load_yaml, merge, override
+from kvlib.study.names import DATA, profile_names
+from kvlib.study.yaml_files import describe_error, flat, load_yaml, merge, override
+from kvlib.ways import WAYS
 
 # Models and texts have a file of their own; other files know them from here.
 __all__ = [
+    "DATA",
     "DatasetCorpus",
     "DatasetText",
     "GeneratedCorpus",
@@ -41,7 +43,6 @@ __all__ = [
     "profile_names",
 ]
 
-DATA = Path(__file__).resolve().parents[2] / "data"
 EXTENDS = "extends"
 
 
@@ -258,10 +259,6 @@ class Profile(Strict):
         return self
 
 
-def profile_names() -> list[str]:
-    return sorted(path.stem for path in (DATA / "profiles").glob("*.yaml"))
-
-
 def _move_checkpoints(values: dict, planned: int) -> None:
     """Where fewer steps than `planned` leave checkpoints behind the end, put all of them at the same shares of the steps."""
     steps, checkpoints = values["training"]["steps"], values.get("screening", {}).get("checkpoints")
@@ -292,13 +289,16 @@ def load_profile(name: str, overrides: dict | None = None) -> Profile:
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
-        raise KvlibError(f"profile {name}: {describe_error(error)}") from error
+        unknown = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "extra_forbidden"]
+        known = [key for key in flat(values) if key not in given]
+        near = suggestion(unknown[0], known) if unknown and unknown[0] in given else ""
+        raise KvlibError(f"profile {name}: {describe_error(error)}{near}") from error
 
 
 def _values(name: str) -> dict:
     by_path = name.endswith((".yaml", ".yml"))
     unknown = KvlibError(
-        f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file"
+        f"profile {name!r} given, expected one of {', '.join(profile_names())} or a path to a YAML file{suggestion(name, profile_names())}"
     )
     if not by_path and name not in profile_names():
         raise unknown

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvlib.cache import PrefixCache, prefill
-from kvlib.divergence import Reference, oracle_reference, text_reference
+from kvlib.divergence import Reference, both_references, oracle_reference, text_reference
 from kvlib.errors import KvlibError
 from kvlib.room import Room
 from kvlib.streaming import ahead, moved
@@ -92,13 +92,14 @@ class PromptStore:
     def _references(self, target, prompts: torch.Tensor) -> dict[str, torch.Tensor]:
         cut, steps = self.prefix_tokens, prompts.shape[1] - self.prefix_tokens
         head, tail, tensors = prompts[:, :cut], prompts[:, cut:], {}
+        if len(self.forcings) > 1:
+            found = both_references(target, head, tail)
+        elif self.forcings == ["oracle"]:
+            found = {"oracle": oracle_reference(target, head, steps)}
+        else:
+            found = {"text": text_reference(target, head, tail)}
         for forcing in self.forcings:
-            reference = (
-                oracle_reference(target, head, steps)
-                if forcing == "oracle"
-                else text_reference(target, head, tail)
-            )
-            tensors |= {f"{forcing}.{name}": getattr(reference, name) for name in FIELDS}
+            tensors |= {f"{forcing}.{name}": getattr(found[forcing], name) for name in FIELDS}
         return tensors
 
     def batch(self, start: int) -> tuple[PrefixCache, dict[str, Reference]]:

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 
 from kvlib.errors import KvlibError
 from kvlib.maps.base import hash_tensors
+from kvlib.study.names import STAGES
 
 PARTIAL = ".partial-"  # prefix of temporary files; a killed run may leave some, and nothing ever reads them
 SEAL = "seal"
 RUN_RECORD = "run.json"
-STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 
 
 def not_written(path: Path, error: Exception) -> KvlibError:
@@ -109,21 +109,29 @@ def seal_of(path: Path, content) -> str:
 def _check_seal(path: Path, stated, found: str) -> None:
     if stated is None:
         raise KvlibError(
-            f"{path} carries no seal, expected a record that this kvlib wrote: delete it and run its stage again, or choose "
-            "another run name"
+            f"{path} carries no seal, expected a record that this kvlib wrote: {_again(path)}, or choose another run name"
         )
     if stated != found:
         raise KvlibError(
-            f"{path} does not match its seal, expected the record that kvlib wrote in this place: restore it, or delete it "
-            "and run its stage again"
+            f"{path} does not match its seal, expected the record that kvlib wrote in this place: restore it, or "
+            f"{_again(path).removeprefix('restore it, or ')}"
         )
 
 
 def _unreadable(path: Path, what: str, error: Exception) -> KvlibError:
     if isinstance(error, FileNotFoundError):
-        return KvlibError(f"{path} is missing, expected {what} of an earlier stage: run that stage first")
+        return KvlibError(f"{path} is missing, expected the {what} of an earlier stage: run that stage first")
     reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
-    return KvlibError(f"{path} is no readable {what} ({reason}): delete it and run its stage again")
+    return KvlibError(
+        f"{path} is no readable {what} ({reason}), expected the one that kvlib wrote: {_again(path)}"
+    )
+
+
+def _again(path: Path) -> str:
+    """What to do about a record that cannot be used: a stage makes its own again, a run's settings it cannot know."""
+    if Path(path).name == RUN_RECORD:
+        return "restore it, or delete it and give the run's profile and parameters again"
+    return "delete it and run its stage again"
 
 
 def write_json(path: Path, record: dict) -> Path:
@@ -137,7 +145,7 @@ def read_json(path: Path) -> dict:
     record = parse_json(path)
     if not isinstance(record, dict):
         raise KvlibError(
-            f"{path} holds a {type(record).__name__}, expected a record of this kvlib: delete it and run its stage again"
+            f"{path} holds a {type(record).__name__}, expected a record of this kvlib: {_again(path)}"
         )
     stated = record.pop(SEAL, None)
     try:
@@ -161,9 +169,7 @@ def read_record(path: Path, *keys: str) -> dict:
     record = read_json(path)
     for key in keys:
         if key not in record:
-            raise KvlibError(
-                f"{path} lacks {key!r}, expected a record of this kvlib: delete it and run its stage again"
-            )
+            raise KvlibError(f"{path} lacks {key!r}, expected a record of this kvlib: {_again(path)}")
     return record
 
 
@@ -239,7 +245,7 @@ def read_lines(path: Path) -> list[dict]:
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise KvlibError(
-            f"{path} holds a line that is no JSON record ({reason}): restore it from a copy"
+            f"{path} holds a line that is no JSON record ({reason}), expected the lines that kvlib appended: restore it from a copy"
         ) from error
     if not whole:
         raise KvlibError(

@@ -30,7 +30,7 @@ CONTENT = b"weights, some of them\n" * 1000
 
 # What no two runs share: times, the machine, caches that are only means, and what people look at.
 NOT_QUALITY = (
-    "run.json", "*/made.json", "*/ledger.jsonl", "*/spent.json", "*/windows-*", "*/prompts-*", "*/work-*", "latency/*",
+    "run.json", "*/made.json", "*/ledger.jsonl", "*/spent.json", "*/shares.json", "*/windows-*", "*/prompts-*", "*/work-*", "latency/*",
     "notebooks/*", "book/*", "*.lock", "pair/pruning.json", "*/trained.json", "*/ran.json", f"*{PARTIAL}*",
 )  # fmt: skip
 

@@ -10,16 +10,20 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.study.lowering import LOWERED, read_lowered
-from kvlib.study.profile import Profile, load_profile
-from kvlib.study.records import STAGES, hash_json, read_record, sha256_file, write_json
-
-NOTEBOOKS = dict(
-    zip(STAGES, ("00_pair", "01_screening", "02_confirmation", "03_frozen_evaluation", "04_latency"))
+from kvlib.study.names import (  # noqa: F401 (other files know them from here as well)
+    EXTRA,
+    HOME_VARIABLE,
+    NOTEBOOKS,
+    ROOT,
+    STAGES,
+    home,
+    sequence,
 )
-# Stages outside the sequence, and the stage each of them comes after.
-EXTRA = {"evidence": "frozen_evaluation"}
-NOTEBOOKS |= {stage: stage for stage in EXTRA}
-SOURCES = (".py", ".c")  # what kvlib's code is written in
+from kvlib.study.profile import Profile, load_profile
+from kvlib.study.records import hash_json, read_record, sha256_file, write_json
+from kvlib.study.shares import SHARES, read_shares
+
+SOURCES = (".py", ".c", ".h")  # what kvlib's code is written in
 FORMAT = 2  # of the run folder; raised when an older folder can no longer be read
 
 # The parts of a profile that each stage depends on; a stage also depends on everything before it.
@@ -58,22 +62,6 @@ OUTPUTS = {
 }
 
 MADE = "made.json"  # beside a summary: when, how long, with what it was made
-
-
-def sequence(stage: str) -> tuple[str, ...]:
-    """A stage after all those that come before it; an extra stage after the part of the sequence that it needs."""
-    if stage in EXTRA:
-        return (*sequence(EXTRA[stage]), stage)
-    return STAGES[: STAGES.index(stage) + 1]
-
-
-ROOT = Path(__file__).resolve().parents[2]
-HOME_VARIABLE = "KVLIB_HOME"  # where results/ lies; the project's own folder unless set
-
-
-def home() -> Path:
-    """The folder that relative `results` folders lie in, wherever a notebook was started."""
-    return Path(os.environ.get(HOME_VARIABLE) or ROOT).resolve()
 
 
 class Run:
@@ -191,6 +179,7 @@ class Run:
             "settings": self.settings(stage),  # so that one who changes them can be told what was changed
             "device": device_name(device_of(self.profile)),
             **({"lowered": lowered} if (lowered := read_lowered(folder)) else {}),
+            **({"shares": shares} if (shares := read_shares(folder, self.key(stage))) else {}),
             **(made or {}),
         }
         found = {
@@ -203,7 +192,8 @@ class Run:
         write_json(folder / MADE, made)
         write_json(folder / "summary.json", found)
         (folder / "spent.json").unlink(missing_ok=True)
-        (folder / LOWERED).unlink(missing_ok=True)
+        for name in (LOWERED, SHARES):
+            (folder / name).unlink(missing_ok=True)
         return {**made, **found}
 
     def add_time(self, stage: str, started: float) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvlib.errors import KvlibError
 from kvlib.study.records import read_record
 from kvlib.study.run import EXTRA, MADE, OUTPUTS, STAGES, Run, read_summary
+from kvlib.study.yaml_files import flat
 
 DONE, TO_DO, BEGUN, STALE = "done", "to do", "begun", "out of date"
 MEASURES_THE_FROZEN_MAP = ("frozen_evaluation", "latency", *EXTRA)
@@ -59,15 +60,6 @@ def changes(before: dict | None, after: dict) -> str:
     said = [f"{name} was {_value(old, name)}, is {_value(new, name)}" for name in names[:MOST_REASONS]]
     more = len(names) - len(said)
     return "; ".join(said + ([f"{more} more"] if more > 0 else []))
-
-
-def flat(values: dict, prefix: str = "") -> dict:
-    """Nested settings by dotted key."""
-    found = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
-    return found
 
 
 def _value(values: dict, name: str) -> str:

@@ -14,11 +14,23 @@ import torch
 
 import kvlib
 from kvlib.breakdown import breakdown
+from kvlib.compiled import why_not_by_itself
 from kvlib.errors import KvlibError
-from kvlib.latency import Round, Sample, TargetPath, measure, schedule, standard_paths
+from kvlib.latency import MadeCaches, Round, Sample, TargetPath, measure, schedule, standard_paths
 from kvlib.maps import CacheMap
 from kvlib.memory import resident_bytes, run_probes
 from kvlib.modes import mode_paths
+from kvlib.study.latency_weights import (
+    BREAKDOWN_REPETITIONS,
+    BROKEN_DOWN,
+    breakdown_units,
+    caches_units,
+    has_pipeline,
+    length_units,
+    pipeline_units,
+    probe_units,
+    units,
+)
 from kvlib.study.pipelining import PIPELINE_COLUMNS, time_pipeline
 from kvlib.study.profile import Latency
 from kvlib.study.progress import Progress
@@ -26,7 +38,6 @@ from kvlib.study.records import read_table, write_table
 
 PROBES_AT_A_TIME = 2  # memory is no timing
 MODES_OF = "learned"  # the path whose other ways are timed too
-BROKEN_DOWN, BREAKDOWN_REPETITIONS = ("direct", "learned"), 3
 MEMORY_COLUMNS = ("prefix_tokens", "path", "peak_extra_bytes", "mode")
 BREAKDOWN_COLUMNS = ("prefix_tokens", "path", "part", "ms")
 
@@ -46,14 +57,20 @@ class Measured:
 
 
 def other_ways(
-    config: Latency, maps: dict[str, CacheMap], no_compiler: str | None
+    config: Latency, maps: dict[str, CacheMap], no_compiler: str | None, chosen_compiled: bool = False
 ) -> tuple[list[TargetPath], list[dict]]:
-    """(paths of the learned map's other ways that are timed, those left out and why)."""
-    return mode_paths(MODES_OF, maps[MODES_OF], config.modes, no_compiler)
+    """(paths of the learned map's other ways that are timed, those left out and why); arguments as for `mode_paths`."""
+    return mode_paths(MODES_OF, maps[MODES_OF], config.modes, no_compiler, chosen_compiled)
+
+
+def learned_is_compiled(maps: dict[str, CacheMap], device: torch.device) -> bool:
+    """Whether the learned path, which goes as a handoff chooses, is corrected in place by the compiled pass here."""
+    learned = maps[MODES_OF]
+    return learned.why_not_affine is not None and why_not_by_itself(learned, device) is None
 
 
 def probed(paths: list[TargetPath]) -> list[TargetPath]:
-    """Those whose memory is measured: not what is compiled, where a probe would see the compiler at work."""
+    """Those whose memory is measured: not what is compiled by name, where on a GPU a probe would see the compiler at work."""
     return [path for path in paths if not path.compiled]
 
 
@@ -77,12 +94,12 @@ def latency_units(
 ) -> float:
     """What `measure_latency` will count on its `Progress` in all. modes: from `other_ways`. prefixes: how many there are."""
     paths = standard_paths(maps)
-    total = sum(_breakdown_units(tokens) for tokens in broken_down(config))
+    total = sum(breakdown_units(tokens) for tokens in broken_down(config)) + caches_units(config, prefixes)
     for index, tokens in enumerate(config.prefix_tokens):
-        total += _length_units(_rounds(config, index, paths, modes, prefixes, seed=0), tokens)
-        total += _pipeline_units(config, index)
+        total += length_units(_rounds(config, index, paths, modes, prefixes, seed=0), tokens)
+        total += pipeline_units(config, index)
         if config.memory:
-            total += sum(_probe_units(path.name, tokens) for path in probed([*paths, *modes]))
+            total += sum(probe_units(path.name, tokens) for path in probed([*paths, *modes]))
     return total
 
 
@@ -119,21 +136,29 @@ def measure_latency(
     paths = standard_paths(maps)
     named = {path.name: path for path in paths}
     raw, parts, pipelines = [], [], []
+    files = [part_file(folder, key, f"{tokens:05d}") for tokens in config.prefix_tokens]
+    caches = source if isinstance(source, MadeCaches) else None
+    if caches is None and not all(file.exists() for file in files):
+        # once for all lengths: the cache of a shorter prefix is the longer one's beginning
+        caches = MadeCaches.of(source, prefixes[:, :longest])
+        progress.advance(caches_units(config, len(prefixes)), "the source's caches")
+    else:
+        progress.skip(caches_units(config, len(prefixes)))
     for index, tokens in enumerate(config.prefix_tokens):
         file, parts_file = (part_file(folder, key, f"{name}{tokens:05d}") for name in ("", "breakdown-"))
         rounds = _rounds(config, index, paths, modes, len(prefixes), seed=f"{seed}/{tokens}")
         taken_apart = tokens in broken_down(config)
         if file.exists():
-            progress.skip(_length_units(rounds, tokens) + taken_apart * _breakdown_units(tokens))
+            progress.skip(length_units(rounds, tokens) + taken_apart * breakdown_units(tokens))
         else:
 
             def take_apart(prompt, prefix, tokens=tokens, place=parts_file):
                 write_table(place, _break_down(target, named, prompt, prefix, tokens))
-                progress.advance(_breakdown_units(tokens), f"{tokens} tokens, where the time goes")
+                progress.advance(breakdown_units(tokens), f"{tokens} tokens, where the time goes")
 
             samples = measure(
                 target, source, rounds, prefixes[:, :tokens], _reporter(progress, tokens),
-                take_apart if taken_apart else None,
+                take_apart if taken_apart else None, caches,
             )  # fmt: skip
             columns = [field.name for field in fields(Sample)]
             write_table(file, pd.DataFrame([asdict(sample) for sample in samples], columns=columns))
@@ -175,20 +200,15 @@ def _break_down(target, named: dict[str, TargetPath], prompt, prefix, tokens: in
     return pd.DataFrame(rows, columns=BREAKDOWN_COLUMNS)
 
 
-def has_pipeline(config: Latency, index: int) -> bool:
-    """Whether the cold pipeline is measured at this length."""
-    return bool(config.pipeline_repetitions) and config.pipeline_repetitions[index] > 0
-
-
 def _pipeline(target, source, paths, prefixes, config, index, folder, key, seed, progress) -> pd.DataFrame:
     tokens, repetitions = config.prefix_tokens[index], config.pipeline_repetitions[index]
     file = part_file(folder, key, f"pipeline-{tokens:05d}")
     if file.exists():
-        progress.skip(_pipeline_units(config, index))
+        progress.skip(pipeline_units(config, index))
     else:
         rows = time_pipeline(target, source, paths, prefixes[:, :tokens], repetitions, f"{seed}/{tokens}")
         write_table(file, pd.DataFrame(rows, columns=PIPELINE_COLUMNS))
-        progress.advance(_pipeline_units(config, index), f"{tokens} tokens, pipeline")
+        progress.advance(pipeline_units(config, index), f"{tokens} tokens, pipeline")
     return read_table(file)
 
 
@@ -207,44 +227,18 @@ def _rounds(
 ) -> list[Round]:
     counts = {name: getattr(config, name)[index] for name in ("warmups", "repetitions", "cold_repetitions")}
     counts["native_repetitions"] = native_repetitions(config)[index]
+    if index == len(config.prefix_tokens) - 1:
+        # one of them is the gate's: it has read a prompt of this length with the target, in this process
+        counts["native_warmups"] = max(counts["warmups"] - 1, 0)
     return schedule(paths, prefixes, **counts, seed=seed, resident_only=modes)
 
 
 def _reporter(progress: Progress, tokens: int) -> Callable[[str, str], None]:
-    return lambda name, residency: progress.advance(
-        _units(name, residency, tokens), f"{tokens} tokens, {name}"
-    )
+    def report(name: str, residency: str) -> None:
+        if name != "source":  # its caches were made before
+            progress.advance(units(name, residency, tokens), f"{tokens} tokens, {name}")
 
-
-def _length_units(rounds: list[Round], tokens: int) -> float:
-    clocks = [_units(path.name, residency, tokens) for one in rounds for path, residency, _ in one.clocks]
-    return sum(clocks) + _units("source", "prefill", tokens) * len({one.prompt for one in rounds})
-
-
-def _units(name: str, residency: str, tokens: int) -> float:
-    """Weights, so that the time left can be told: about milliseconds on two cores.
-
-    A prefill grows with the square of the length in the end; one token over a cache hardly grows at all.
-    """
-    prefill, one_token = tokens * (1.1 + tokens / 3800), 60 + tokens / 50
-    if name == "native":
-        return prefill
-    return {"prefill": 0.8 * prefill, "resident": one_token, "cold": 0.8 * prefill + one_token}[residency]
-
-
-def _breakdown_units(tokens: int) -> float:
-    return len(BROKEN_DOWN) * (BREAKDOWN_REPETITIONS + 1) * 5 * _units("", "resident", tokens)
-
-
-def _pipeline_units(config: Latency, index: int) -> float:
-    if not has_pipeline(config, index):
-        return 0.0
-    tokens, runs = config.prefix_tokens[index], config.pipeline_repetitions[index] + 1
-    return runs * (2 * _units("", "cold", tokens) + _units("", "resident", tokens))
-
-
-def _probe_units(name: str, tokens: int) -> float:
-    return 1000 + _units(name, "resident", tokens)
+    return report
 
 
 def _measure_memory(target, paths, config, file, progress, target_folder, map_files) -> pd.DataFrame:
@@ -258,14 +252,14 @@ def _measure_memory(target, paths, config, file, progress, target_folder, map_fi
     for tokens in reversed(config.prefix_tokens):  # the longest first: they fill two lanes best
         for path in paths:
             if (path.name, tokens) in found:
-                progress.skip(_probe_units(path.name, tokens))
+                progress.skip(probe_units(path.name, tokens))
             else:
                 missing.append((path, tokens))
     for report in _probe(target, missing, target_folder, map_files):
         rows.append(report)
         write_table(file, _memory_table(rows))
         tokens = report["prefix_tokens"]
-        progress.advance(_probe_units(report["path"], tokens), f"{tokens} tokens, memory")
+        progress.advance(probe_units(report["path"], tokens), f"{tokens} tokens, memory")
     return _memory_table(rows)
 
 

@@ -1,9 +1,10 @@
 """Units of work: what a stage hands to an executor, and what comes back."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pandas as pd
 
+from kvlib.study.arms import Arm
 from kvlib.study.learning import Task
 
 
@@ -21,6 +22,17 @@ class Unit:
     note: str
     scorings: tuple[tuple[int, tuple[float, ...]], ...] = ()
     trained: bool = False
+
+    def record(self) -> dict:
+        """As JSON can say it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: dict) -> "Unit":
+        """The unit that gave this record, which JSON may have been through."""
+        task = Task(**record["task"] | {"arm": Arm(**record["task"]["arm"])})
+        scorings = tuple((step, tuple(scales)) for step, scales in record["scorings"])
+        return cls(**record | {"task": task, "scorings": scorings})
 
 
 @dataclass(frozen=True)

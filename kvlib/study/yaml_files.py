@@ -1,5 +1,6 @@
 """YAML that people write: read strictly, and what is wrong with it said in one sentence."""
 
+import re
 import reprlib
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from pydantic import ValidationError
 
 from kvlib.errors import KvlibError
 
+WANTED = re.compile(
+    r"^(Input|List|String|Dictionary) should (be|have|match) "
+)  # how pydantic says what it expects
 WITH_KIND = (("pair", "target"), ("pair", "source"), ("corpus",))
 
 
@@ -32,11 +36,11 @@ def load_yaml(path: Path) -> dict:
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise KvlibError(
-            f"profile {path} is no readable YAML: {reason}; compare it with data/profiles"
+            f"profile {path} is no readable YAML ({reason}), expected keys and values: compare it with data/profiles"
         ) from error
     if not isinstance(values, dict):
         raise KvlibError(
-            f"profile {path} holds {type(values).__name__}, expected keys and values; compare it with data/profiles"
+            f"profile {path} holds {type(values).__name__}, expected keys and values: compare it with data/profiles"
         )
     return values
 
@@ -51,6 +55,15 @@ def override(values: dict, key: str, value) -> None:
                 f"key {key!r} given, but {parent!r} holds no keys of its own: correct or remove it"
             )
     values[last] = value
+
+
+def flat(values: dict, prefix: str = "") -> dict:
+    """Nested settings by dotted key."""
+    found = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return found
 
 
 def merge(base: dict, changes: dict) -> dict:
@@ -79,7 +92,10 @@ def describe_error(error: ValidationError) -> str:
         return f"key {key!r} is missing: add it, as in the files in data"
     message = " ".join(found["msg"].removeprefix("Value error, ").split())
     if not key:
-        return message
-    return (
-        f"{key} is {reprlib.repr(found['input'])}, but {message[0].lower()}{message[1:]}: correct the value"
-    )
+        return message if ": " in message else f"{message}: correct the value"
+    given = f"{key} is {reprlib.repr(found['input'])}"
+    if wanted := WANTED.match(message):
+        more = "a value " if message[wanted.end() :].startswith(("greater", "less")) else ""
+        expected = message[wanted.end() :].replace(" after validation", "")
+        return f"{given}, expected {more}{expected}: correct the value"
+    return f"{given}, but {message[0].lower()}{message[1:]}: correct the value"

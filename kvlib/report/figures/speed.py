@@ -5,7 +5,7 @@ import plotly.graph_objects as go
 from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PYTHON, WEIGHTS
 from kvlib.report.figures.front import length_slider
 from kvlib.report.palette import NEUTRAL, PATHS, SEQUENCE, finish, log_axis
-from kvlib.report.speed import mode_of, parts_of, row_of
+from kvlib.report.speed import mode_of, parts_of, row_of, way_of
 from kvlib.report.summaries import headline, prefix_lengths
 
 WRITTEN = "learned, written out"
@@ -35,7 +35,7 @@ def moved_frontier(final: dict, latency: dict) -> go.Figure:
     figure = go.Figure()
     for path, ms in zip(shown, times[start], strict=False):
         style, kl = PATHS[path], quality[path]["kl32"]
-        mode = row_of(latency, start, path)["mode"].replace("_", " ")
+        mode = way_of(row_of(latency, start, path))
         figure.add_scatter(
             x=[ms],
             y=[kl["mean"]],

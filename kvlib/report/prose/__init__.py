@@ -3,7 +3,7 @@
 from kvlib.report.prose.differences import difference_facts
 from kvlib.report.prose.evidence import evidence_facts, evidence_headline
 from kvlib.report.prose.evidence_map import evidence_map_facts
-from kvlib.report.prose.making import confirmation_facts, pair_facts, screening_facts
+from kvlib.report.prose.making import confirmation_facts, pair_facts, screening_facts, text_facts
 from kvlib.report.prose.pages import colophon_facts, front_facts
 from kvlib.report.prose.planning import plan_facts
 from kvlib.report.prose.results import (
@@ -34,6 +34,7 @@ __all__ = [
     "screening_facts",
     "speed_facts",
     "step_facts",
+    "text_facts",
     "times",
     "trust_facts",
 ]

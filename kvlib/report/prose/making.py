@@ -1,5 +1,7 @@
 """Sentences of chapters 00 to 02: the pair, the screen, the confirmation."""
 
+from collections import Counter
+
 from kvlib.report.figures.training import FEATURES, arm_label
 from kvlib.report.wording import (
     bytes_text,
@@ -7,11 +9,16 @@ from kvlib.report.wording import (
     duration,
     join,
     number,
+    of,
     percent,
     plural,
     signed,
     small,
 )
+from kvlib.study.assets import load_assets
+from kvlib.study.inputs import GgufModel, HubModel, RandomModel
+from kvlib.study.records import read_json
+from kvlib.study.run import Run
 
 
 def pair_facts(pair: dict) -> dict[str, str]:
@@ -65,6 +72,39 @@ def pair_facts(pair: dict) -> dict[str, str]:
         "partition_count": count(len(parts)),
         "articles_used": f"{sum(p['articles'] for p in parts.values()):,}",
     }
+
+
+def text_facts(run: Run) -> dict[str, str]:
+    """What the list of partitions tells of the articles, and the profile of how the target was stored."""
+    partitions = read_json(run.stage("pair") / "partitions.json")["partitions"]
+    titles = {article["title"] for part in partitions.values() for article in part["articles"]}
+    return {"spread": spread_sentence(titles), "target_format": format_sentence(run.profile.pair.target)}
+
+
+def spread_sentence(titles: set[str]) -> str:
+    """Whether articles come from one end of the alphabet, where their titles are words."""
+    initials = Counter(title[:1].upper() for title in titles if title[:1].isalpha())
+    if not initials:
+        return ""
+    letter, most = initials.most_common(1)[0]
+    if most < 0.5 * len(titles):
+        return f"Titles of the {plural(len(titles), 'article')} that are used begin with {plural(len(initials), 'different letter')}."
+    return (
+        f"{_capital(of(most, len(titles)))} titles begin with “{letter}”: the corpus is one end of an encyclopedia, not a sample "
+        "of it."
+    )
+
+
+def format_sentence(target: GgufModel | RandomModel | HubModel) -> str:
+    """How the target's weights were stored, where that is part of what is measured."""
+    if not isinstance(target, GgufModel):
+        return ""
+    asset = load_assets()[target.asset]
+    return (
+        f"Its file, {asset.file}, holds quantised weights (the format stands in the name: Q4_1 keeps four bits for each, and a scale "
+        "and an offset for every 32). They are expanded once, and it is this expanded model that is target, reference and origin "
+        "of the source; “Instruct” in its name means that it was tuned on instructions, while the text here is plain prose."
+    )
 
 
 def _widths(target: dict, source: dict) -> str:
@@ -251,7 +291,7 @@ def _absorbable(arm: dict) -> str:
         if arm["residual"] == "quadratic"
         else f"its {FEATURES[arm['features']]} features"
     )
-    return f"It is not affine in each head's own vector ({reason}), so it is applied in place."
+    return f"It is not affine in each head's own vector ({reason}), so attention cannot absorb it as a whole: it is applied in place."
 
 
 def _capital(text: str) -> str:

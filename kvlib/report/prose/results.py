@@ -196,14 +196,15 @@ def _counts(repeats: dict[int, list[int]]) -> str:
 
 def _learned_mode(latency: dict) -> str:
     """What the way in which the learned map is applied means for its time."""
-    mode = next((row["mode"] for row in latency["rows"] if row["path"] == "learned"), None)
+    row = next((row for row in latency["rows"] if row["path"] == "learned"), None)
+    mode = row and row["mode"]
     if mode == "absorbed":
         return "The learned correction of this run is affine in each head's own vector and so was absorbed."
     if mode == "in_place":
         return (
             "The learned correction of this run is not affine in each head's own vector, so it cannot be absorbed: it is "
-            "applied in place, in one pass over the whole cache, and its cost grows with the prefix. The ridge map, which is "
-            "absorbed, shows about what a correction costs that can be."
+            f"applied in place, in one {'compiled ' if row['compiled'] else ''}pass over the whole cache, and its cost grows with "
+            "the prefix. The ridge map, which is absorbed, shows about what a correction costs that can be."
         )
     return ""
 

@@ -10,6 +10,7 @@ from kvlib.report.speed import (
     ratio_at,
     row_of,
     share,
+    way_of,
 )
 from kvlib.report.summaries import headline, prefix_lengths
 from kvlib.report.wording import (
@@ -66,7 +67,7 @@ def moved_sentence(final: dict, latency: dict, tokens: int, limit: float) -> str
     if written is None or ratio is None:
         return UNMOVED
     kl = headline(final)["paths"]["learned"]["kl32"]["mean"]
-    how = learned["mode"].replace("_", " ")
+    how = way_of(learned)
     text = (
         f"At {tokens:,} tokens the learned correction, with its KL32 of {number(kl)} nats, gives the first token after "
         f"{milliseconds(written['p50_ms'])} when it is written out into a second cache, which is {factor(share(written, direct))} "
@@ -135,8 +136,9 @@ def ways_sentence(latency: dict, tokens: int) -> str:
     direct, said = row_of(latency, tokens, "direct"), []
     for row in latency["modes"]:
         if row["prefix_tokens"] == tokens:
-            way = row["mode"].replace("_", " ") + (", compiled" if row["compiled"] else "")
-            said.append(f"{way} {milliseconds(row['p50_ms'])} ({factor(share(row, direct))} direct reuse)")
+            said.append(
+                f"{way_of(row)} {milliseconds(row['p50_ms'])} ({factor(share(row, direct))} direct reuse)"
+            )
     if not said:
         return "No other way of applying the map was timed in this run."
     return f"At {tokens:,} tokens the same map takes, by the way in which it is applied: {join(said, '; ')}."

@@ -25,6 +25,7 @@ def trust_facts(
         "evidence": evidence_sentence(evidence, final["frozen"], records["pair"]["run"]),
         "opened": f"The final prompts have been opened {times(final['opened'])} for this run.",
         "gates": gates_sentence(records),
+        "agreement": agreement_sentence(records["frozen_evaluation"]),
         "noise": noise_sentence(final),
         "canary": canary_sentence(final),
         "controls": controls_sentence(final),
@@ -91,6 +92,17 @@ def gates_sentence(records: dict[str, dict]) -> str:
         f"{lengths[-1]:,} tokens; {verdict}. The largest difference against what was allowed is "
         f"{max(worst['max_abs_difference'].values()):.1e} of {worst['tolerance']:g}, where the largest logit is "
         f"{number(worst['logit_scale'], 1)}."
+    )
+
+
+def agreement_sentence(final: dict) -> str:
+    """How closely the ways of applying the frozen maps agree, beside what the maps change."""
+    found = final["agreement"]
+    largest = max(max(entry["max_abs_difference"].values()) for entry in found)
+    least = min(entry["moved"] for entry in found)
+    return (
+        f"Applied in every other way that it allows, a frozen map gives the logits of the corrected cache written out, up to "
+        f"{largest:.1e}, where the maps themselves move a logit by up to {number(least, 2)} and more."
     )
 
 

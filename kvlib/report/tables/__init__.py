@@ -26,10 +26,21 @@ from kvlib.report.tables.speed import (
     step_parts,
     targets,
 )
-from kvlib.report.tables.trust import attacked, checks, controls, decision, first_step, gates, noise, worst
+from kvlib.report.tables.trust import (
+    agreement,
+    attacked,
+    checks,
+    controls,
+    decision,
+    first_step,
+    gates,
+    noise,
+    worst,
+)
 
 __all__ = [
     "arms",
+    "agreement",
     "attacked",
     "cell_text",
     "checks",

@@ -4,6 +4,7 @@ import pandas as pd
 
 from kvlib.report import summaries, wording
 from kvlib.report.palette import PATHS, path_label
+from kvlib.report.speed import way_of
 
 
 def paths(final: dict) -> pd.DataFrame:
@@ -90,7 +91,7 @@ def latency(summary: dict) -> pd.DataFrame:
             "p95 (ms)": r["p95_ms"],
             "after the source's prefill (ms, p50)": r["handoff_p50_ms"],
             "repetitions": r["repetitions"],
-            "mode": r["mode"].replace("_", " "),
+            "mode": way_of(r),
         }
         for r in summary["rows"]
     ]

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from kvlib.report.palette import PATHS, path_label
-from kvlib.report.speed import Target, cold_ratios, floor_of, mode_of, ratio_at, row_of, share
+from kvlib.report.speed import Target, cold_ratios, floor_of, mode_of, ratio_at, row_of, share, way_of
 from kvlib.report.summaries import headline, prefix_lengths
 
 MIB = 2**20
@@ -45,7 +45,7 @@ def moved_frontier(final: dict, latency: dict) -> pd.DataFrame:
                     {
                         "prefix (tokens)": tokens,
                         "path": label,
-                        "mode": row["mode"].replace("_", " "),
+                        "mode": way_of(row),
                         "KL32 (nats)": quality[path]["kl32"]["mean"],
                         "TTFT (ms, p50)": row["p50_ms"],
                         "÷ direct": share(row, direct),
@@ -58,17 +58,18 @@ def moved_frontier(final: dict, latency: dict) -> pd.DataFrame:
 def modes(latency: dict) -> pd.DataFrame:
     """Every way in which the learned map was applied, its own choice first, against direct reuse at the same length."""
     rows = []
-    compile_known = any(row.get("compile_seconds") is not None for row in latency["modes"])
+    compile_known = any(
+        row.get("compile_seconds") is not None for row in [*latency["modes"], *latency["rows"]]
+    )
     for tokens in prefix_lengths(latency):
         chosen, direct = row_of(latency, tokens, "learned"), row_of(latency, tokens, "direct")
         ways = [("as handed over", chosen)] if chosen else []
         ways += [("asked for", row) for row in latency["modes"] if row["prefix_tokens"] == tokens]
         for why, row in ways:
-            compiled = row.get("compiled", False)
             rows.append(
                 {
                     "prefix (tokens)": tokens,
-                    "mode": row["mode"].replace("_", " ") + (", compiled" if compiled else ""),
+                    "mode": way_of(row),
                     "chosen": why,
                     "p50 (ms)": row["p50_ms"],
                     "p95 (ms)": row["p95_ms"],

@@ -38,6 +38,27 @@ def gates(records: dict[str, dict]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def agreement(final: dict) -> pd.DataFrame:
+    """The frozen maps through the ways of applying them, against the corrected cache written out."""
+    rows = [
+        {
+            "map": found["map"],
+            "prompts": found["prompts"],
+            "logits compared": found["comparisons"],
+            **{
+                f"{mode.replace('_', ' ')} (logits)": found["max_abs_difference"].get(mode)
+                for mode in ("in_place", "absorbed")
+            },
+            "allowed (logits)": found["tolerance"],
+            "the map moves a logit by up to": found["moved"],
+            "largest logit": found["logit_scale"],
+            "passed": found["passed"],
+        }
+        for found in final["agreement"]
+    ]
+    return pd.DataFrame(rows)
+
+
 def noise(final: dict) -> pd.DataFrame:
     """Native against itself, by forcing."""
     rows = [
@@ -151,6 +172,11 @@ def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) 
             "the handoff: the target's own cache through every mode and map kind",
             sum(gate["comparisons"] for gate in gates),
             f"{failed} of {len(gates)} gates failed; no logit moved by more than {difference:.1e}",
+        ),
+        (
+            "the handoff: the frozen maps, in every way that they allow against written out",
+            sum(entry["comparisons"] for entry in final["agreement"]),
+            f"no logit differed by more than {max(max(e['max_abs_difference'].values()) for e in final['agreement']):.1e}",
         ),
         (
             "the measure: native against itself",

@@ -1,4 +1,4 @@
-"""Who does a stage's units of work: this process, one after another, or workers of Ray, many at once.
+"""Who does a stage's units of work: this machine, one or a few at once, or workers of Ray, on as many as there are.
 
 The choice is none of a run's settings: records do not depend on it, so it travels in the environment.
 """
@@ -22,18 +22,19 @@ VARIABLES = {  # field of Settings -> environment variable
     "address": "KVLIB_RAY_ADDRESS",
     "gpus_per_unit": "KVLIB_RAY_GPUS",
     "threads_per_unit": "KVLIB_THREADS",
-    "workers": "KVLIB_RAY_WORKERS",
+    "workers": "KVLIB_WORKERS",
 }
 
 
 class Settings(BaseModel):
     """How units are executed.
 
-    executor: `local` does one unit after another here; `ray` as many at once as there is room for.
+    executor: `local` uses this machine, on a processor with as many processes as `sizing` finds room and work for, on
+        a card one unit after another; `ray` does as many at once as its cluster has room for.
     address: of a Ray cluster that is running; None for a Ray of this machine's own, which ends with the stage.
     gpus_per_unit: what share of a GPU a unit asks for, where the run's device is one.
-    threads_per_unit: of the processor; None is torch's own choice for `local`, and up to four for `ray`.
-    workers: the most units at once; None for as many as fit.
+    threads_per_unit: of the processor; None shares out those that torch has for `local`, and is up to four for `ray`.
+    workers: the most units at once; None for as many as fit. With 1, `local` does everything in this process.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -45,11 +46,9 @@ class Settings(BaseModel):
     workers: Annotated[int, Field(ge=1)] | None = None
 
     @model_validator(mode="after")
-    def _only_ray_has_workers(self) -> "Settings":
-        for name in ("address", "workers"):
-            value = getattr(self, name)
-            if value is not None and self.executor != "ray":
-                raise ValueError(f"{name} {value} was given without executor ray: add `--executor ray`")
+    def _only_ray_has_an_address(self) -> "Settings":
+        if self.address is not None and self.executor != "ray":
+            raise ValueError(f"address {self.address} was given without executor ray: add `--executor ray`")
         return self
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a worker of Ray is: a process on some node that opens a stage's bench once and does units with it."""
+"""What a worker is: a process that opens a stage's bench once and does units with it; with Ray, on any node."""
 
 import importlib.metadata
 import os
@@ -22,13 +22,13 @@ TOKEN = "token"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is started for. `token`: a file in the run's folder, and what it says."""
+    """What a worker is started for. token: a file in the run's folder, and what it says; None where nobody asks for it."""
 
     run: Run
     stage: str
     pair: dict
     threads: int
-    token: tuple[Path, str]
+    token: tuple[Path, str] | None
     environment: dict[str, str]
     open_bench: Callable[..., Bench] = Bench.open
 
@@ -58,7 +58,7 @@ def check_node(said: dict, folder: Path) -> None:
 
 
 class Worker:
-    """Made into an actor by the executor. Users' mistakes come back as sentences, everything else as Ray raises it."""
+    """What answers calls, as an actor of Ray or in a process of this machine. Users' mistakes come back as sentences."""
 
     def __init__(self, job: Job):
         self.job = job

@@ -32,14 +32,11 @@ def parts_of(bench: Bench) -> dict[str, list[Part]]:
     }  # fmt: skip
 
 
-def _gate(bench: Bench, prompts: int, length: int, steps: int) -> Cost:
-    """`kvlib.study.gate.gate`."""
+def _gate(bench: Bench, prompts: int, length: int, steps: int, *, prefill: bool = True) -> Cost:
+    """`kvlib.study.gate.gate`; prefill: whether its length is the longest, whose pass serves all."""
     target = bench.runner("target")
-    return (
-        target.prefill(prompts, length + steps, hidden=True)
-        + target.head(prompts * (steps + 1))
-        + GATE_HANDOFFS * (target.forced(prompts, length - 1, steps + 1))
-    )
+    cost = target.head(prompts * (steps + 1)) + GATE_HANDOFFS * target.forced(prompts, length - 1, steps + 1)
+    return cost + target.prefill(prompts, length + steps, hidden=True) if prefill else cost
 
 
 def _pair(bench: Bench) -> list[Part]:
@@ -125,6 +122,12 @@ def _scored(bench: Bench, prompts: int, tables: float) -> list[Part]:
     return [Part("scoring maps on validation prompts", cost, tables * prompts / batch)]
 
 
+def unit_flop(bench: Bench, arm: Arm, steps: int, prompts: int, tables: int) -> float:
+    """Operations of a training of so many steps, and of scoring so many maps on so many prompts."""
+    parts = [*_training(bench, arm, steps), *_scored(bench, prompts, tables)]
+    return sum(part.times * part.cost.flop for part in parts)
+
+
 def _screening(bench: Bench) -> list[Part]:
     profile, settings = bench.profile, bench.profile.screening
     windows, prompts = profile.partitions.screen_train.items, profile.partitions.screen_validate.items
@@ -207,15 +210,16 @@ def _latency(bench: Bench) -> list[Part]:
         step = target.forced(1, tokens - 1, 1)
         apart = len(BROKEN_DOWN) * (BREAKDOWN_REPETITIONS + 1) * (tokens in broken_down(config))
         steps = ways * (warm + repetitions) + HANDOFFS * cold + apart + 3 * piped + (ways + 1) * config.memory
-        reads = min(prompts, max(repetitions, cold, native)) + HANDOFFS * cold + 2 * piped
+        longest = tokens == max(config.prefix_tokens)
+        reads = prompts * longest + HANDOFFS * cold + 2 * piped + (piped > 0)
         parts += [
             Part(
                 f"{tokens:,} tokens, native",
                 target.body(1, tokens) + target.head(1),
-                warm + native + config.memory,
+                max(warm - longest, 0) + native + config.memory,
             ),
             Part(f"{tokens:,} tokens, source", source.prefill(1, tokens - 1), reads),
             Part(f"{tokens:,} tokens, handoffs", step, steps),
-            Part(f"{tokens:,} tokens, gate", _gate(bench, 1, tokens, 0)),
+            Part(f"{tokens:,} tokens, gate", _gate(bench, 1, tokens, 0, prefill=longest)),
         ]
     return parts

@@ -45,9 +45,12 @@ def check_latency(records: Records, check: Check) -> None:
     )
     maps = {MODES_OF: load_map(run.stage("confirmation") / f"{MODES_OF}.safetensors", pair=records.pair)}
     # whether a compiler was there is the recording machine's, not this one's
-    without = None if (raw["path"] == f"{MODES_OF}{MARK}compiled").any() else NO_COMPILER
-    modes, left_out = other_ways(config, maps, without)
-    stated = {row["compile_seconds"] for row in records.summary(STAGE)["modes"] if row["compiled"]}
+    by_itself = bool(raw.loc[raw["path"] == MODES_OF, "compiled"].all())
+    without = None if by_itself or (raw["path"] == f"{MODES_OF}{MARK}compiled").any() else NO_COMPILER
+    modes, left_out = other_ways(config, maps, without, by_itself)
+    summary = records.summary(STAGE)
+    stated = {row["compile_seconds"] for row in [*summary["rows"], *summary["modes"]] if row["compiled"]}
+    seconds = stated.pop() if stated else None
     paths = [*ORDER, *(path.name for path in modes)]
     key = parts_key(run, frozen)
 
@@ -95,11 +98,11 @@ def check_latency(records: Records, check: Check) -> None:
         )
     with check.reading("latency/pipeline.parquet"):
         _same_pipeline(config, pipeline, part, check)
-    rows = summarise(raw, memory)
+    rows = summarise(raw, memory, seconds)
     expected = {
         "rows": rows,
         "crossover": crossovers(rows),
-        "modes": mode_rows(raw, memory, stated.pop() if stated else None),
+        "modes": mode_rows(raw, memory, seconds),
         "left_out": left_out,
         "floor": _floor(records, config.prefix_tokens),
         "breakdown": parts.to_dict("records"),

@@ -3,15 +3,16 @@
 import pandas as pd
 import torch
 
-from kvlib.maps import DirectMap, load_map
+from kvlib.maps import CacheMap, DirectMap, load_map
 from kvlib.study.decision import decide
 from kvlib.study.evaluation import batch_file, measured, modes, work_folder
-from kvlib.study.final_tables import checked_steps, main_forcing, prompt_table, summarise_final
+from kvlib.study.final_tables import PATHS, checked_steps, main_forcing, prompt_table, summarise_final
+from kvlib.study.gate import GATE_PROMPTS
 from kvlib.study.verification.checking import Check
 from kvlib.study.verification.reading import LOWEST_KL, Records
 
 STAGE = "frozen_evaluation"
-MEASURED = ("gates", "commit")  # of the summary: the first have a check of their own
+MEASURED = ("gates", "agreement", "commit")  # of the summary: the first two have checks of their own
 
 
 def check_final(records: Records, check: Check) -> None:
@@ -53,6 +54,31 @@ def check_final(records: Records, check: Check) -> None:
         "decision": records.summary(STAGE)["decision"],  # by the check of its own
     }
     records.same_summary(check, STAGE, expected, MEASURED)
+    with check.reading(f"{STAGE}/summary.json, agreement"):
+        _agreement(records, maps, check)
+
+
+def _agreement(records: Records, maps: dict[str, CacheMap], check: Check) -> None:
+    """The frozen maps' ways of being applied: every one that a map allows, over all it should compare, and passed."""
+    profile, vocabulary = records.run.profile, records.summary("pair")["target"]["vocabulary"]
+    found, where = records.summary(STAGE)["agreement"], f"{STAGE}/summary.json, agreement"
+    settings, names = profile.evaluation, [name for name in PATHS if name in maps]
+    check.same(f"{where}, maps", [entry["map"] for entry in found], names)
+    prompts = min(GATE_PROMPTS, settings.batch_prompts, profile.partitions.final.items)
+    for entry in found:
+        place, cache_map = f"{where}, {entry['map']}", maps[entry["map"]]
+        modes = ["in_place", *([] if cache_map.why_not_affine else ["absorbed"])]
+        compared = len(modes) * prompts * profile.prompt.forced_steps * vocabulary
+        check.same(f"{place}, modes", sorted(entry["max_abs_difference"]), sorted(modes))
+        check.same(f"{place}, prompts", entry["prompts"], prompts)
+        check.same(f"{place}, comparisons", entry["comparisons"], compared)
+        check.same(f"{place}, tolerance", entry["tolerance"], settings.gate_tolerance)
+        check.same(f"{place}, passed", entry["passed"], True)
+        largest = max(entry["max_abs_difference"].values())
+        check.holds(
+            0 <= largest <= min(settings.gate_tolerance, entry["moved"]),
+            f"{place}: found {largest!r} between two ways, expected at most the tolerance, and less than the map moves",
+        )
 
 
 def check_decision(records: Records, check: Check) -> None:

@@ -1,0 +1,187 @@
+/* One new token's attention over a cached prefix and the tokens after it, in one pass over keys and values.
+
+   Compiled for one shape of head, by -D:
+     DIM             D, the head's dimension            ROWS    queries that share a KV head
+     STORED          what the cache holds: 0 float, 1 bfloat16, 2 float16; everything is computed in float
+
+   The positions are cut into blocks that all threads share. A block's scores and weights stay in the processor's cache; what it
+   comes to (largest score, sum of weights, weighted sum of values) is put together at the end, as one softmax over all would. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+
+typedef float vector __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t whole __attribute__((vector_size(BYTES)));
+
+enum { LANES = BYTES / 4, WIDTH = (DIM + LANES - 1) / LANES, BLOCK = 256, AHEAD = 16 };
+
+#if STORED == 1
+typedef uint16_t stored;
+static inline float read_one(stored v) {
+    uint32_t bits = (uint32_t)v << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+#elif STORED == 2
+typedef _Float16 stored;
+static inline float read_one(stored v) { return v; }
+#else
+typedef float stored;
+#endif
+
+/* A segment of the cache: keys and values (B, H, T, D), steps in elements, rows of D side by side. */
+struct segment {
+    const stored *keys, *values;
+    int64_t key_batch, key_head, key_position, value_batch, value_head, value_position, positions;
+};
+
+struct step {
+    struct segment prefix, new;
+    const float *read, *query;    /* (B, H, ROWS, D), scaled: for the prefix, for the new positions */
+    const float *bias;            /* (B, H, ROWS) on the prefix's scores, or NULL */
+    const uint8_t *valid;         /* (B, T) of the prefix, or NULL */
+    float *out, *out_new, *share; /* (B, H, ROWS, D) of the prefix, of the new positions or, when NULL, both in `out`; the prefix's
+                                     part of the weights (B, H, ROWS) */
+    float *scratch;               /* (B * H, blocks, ROWS, D + 2) */
+    int64_t batches, heads, threads;
+};
+
+static inline void load_row(const stored *x, vector row[WIDTH]) {
+#if STORED == 0
+    if (DIM % LANES == 0) {
+        for (int k = 0; k < WIDTH; k++) row[k] = *(const vector *)(x + k * LANES);
+        return;
+    }
+    row[WIDTH - 1] = (vector){0};
+    memcpy(row, x, DIM * 4);
+#else
+    float *one = (float *)row;
+    if (DIM % LANES) row[WIDTH - 1] = (vector){0};
+    for (int d = 0; d < DIM; d++) one[d] = read_one(x[d]);
+#endif
+}
+
+static inline float total(vector v) {
+    float sums[LANES];
+    memcpy(sums, &v, BYTES);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
+    return sums[0];
+}
+
+/* e^x of x <= 0, to about one unit in the last place; 0 below -87, NaN stays NaN */
+static inline vector exponential(vector x) {
+    const whole low = x < -87.0f;
+    x = (vector)(((whole)x & ~low));
+    const vector magic = (vector){0} + 12582912.0f;
+    const vector n = (x * 1.44269504f + magic) - magic;
+    const vector f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vector y = f * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * f + 8.3334519073e-3f;
+    y = y * f + 4.1665795894e-2f;
+    y = y * f + 1.6666665459e-1f;
+    y = y * f + 5.0000001201e-1f;
+    y = y * f * f + f + 1.0f;
+    const whole power = (__builtin_convertvector(n, whole) + 127) << 23;
+    return (vector)((whole)(y * (vector)power) & ~low);
+}
+
+/* Scores of `count` positions: s (ROWS, BLOCK) */
+static inline void scores(const stored *keys, int64_t position, int count, const vector q[ROWS][WIDTH], float s[ROWS][BLOCK]) {
+    for (int p = 0; p < count; p++) {
+        vector row[WIDTH];
+        const stored *key = keys + p * position;
+        for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(key + AHEAD * position + d);
+        load_row(key, row);
+        for (int r = 0; r < ROWS; r++) {
+            vector sum = row[0] * q[r][0];
+            for (int k = 1; k < WIDTH; k++) sum += row[k] * q[r][k];
+            s[r][p] = total(sum);
+        }
+    }
+}
+
+/* What `count` positions come to, for each row: largest score, sum of weights, weighted sum of values. */
+static void block(const stored *keys, const stored *values, int64_t key_step, int64_t value_step, int count, const float *query,
+                  const float *bias, const uint8_t *valid, float *result) {
+    float s[ROWS][BLOCK] __attribute__((aligned(64)));
+    vector q[ROWS][WIDTH], sums[ROWS][WIDTH];
+    memset(q, 0, sizeof q);
+    memset(sums, 0, sizeof sums);
+    for (int r = 0; r < ROWS; r++) memcpy(q[r], query + r * DIM, DIM * 4);
+    scores(keys, key_step, count, (const vector(*)[WIDTH])q, s);
+    for (int r = 0; r < ROWS; r++) {
+        float largest = -INFINITY, *own = result + r * (DIM + 2);
+        vector weights = {0};
+        for (int p = count; p < BLOCK; p++) s[r][p] = -INFINITY;
+        if (bias) for (int p = 0; p < count; p++) s[r][p] += bias[r];
+        if (valid) for (int p = 0; p < count; p++) if (!valid[p]) s[r][p] = -INFINITY;
+        for (int p = 0; p < count; p++) largest = s[r][p] > largest ? s[r][p] : largest;
+        const float from = largest == -INFINITY ? 0 : largest;
+        for (int p = 0; p < BLOCK; p += LANES) {
+            vector *few = (vector *)(s[r] + p);
+            *few = exponential(*few - from);
+            weights += *few;
+        }
+        own[0] = largest, own[1] = total(weights);
+    }
+    for (int p = 0; p < count; p++) {
+        vector row[WIDTH];
+        const stored *value = values + p * value_step;
+        for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(value + AHEAD * value_step + d);
+        load_row(value, row);
+        for (int r = 0; r < ROWS; r++)
+            for (int k = 0; k < WIDTH; k++) sums[r][k] += s[r][p] * row[k];
+    }
+    for (int r = 0; r < ROWS; r++) memcpy(result + r * (DIM + 2) + 2, sums[r], DIM * 4);
+}
+
+/* Block `at` of prompt and KV head n, the prefix's first. */
+static void one(const struct step *of, int64_t n, int64_t at, int64_t of_prefix, float *result) {
+    const int first = at < of_prefix;
+    const struct segment *from = first ? &of->prefix : &of->new;
+    const int64_t start = (first ? at : at - of_prefix) * BLOCK, left = from->positions - start;
+    const int64_t batch = n / of->heads, head = n % of->heads;
+    block(from->keys + batch * from->key_batch + head * from->key_head + start * from->key_position,
+          from->values + batch * from->value_batch + head * from->value_head + start * from->value_position,
+          from->key_position, from->value_position, left < BLOCK ? (int)left : BLOCK,
+          (first ? of->read : of->query) + n * ROWS * DIM, first && of->bias ? of->bias + n * ROWS : 0,
+          first && of->valid ? of->valid + batch * from->positions + start : 0, result);
+}
+
+void attend(const struct step *of) {
+    const int64_t of_prefix = (of->prefix.positions + BLOCK - 1) / BLOCK, all = of->batches * of->heads;
+    const int64_t blocks = of_prefix + (of->new.positions + BLOCK - 1) / BLOCK, size = ROWS * (DIM + 2);
+#pragma omp parallel num_threads((int)of->threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < all * blocks; i++) one(of, i / blocks, i % blocks, of_prefix, of->scratch + i * size);
+#pragma omp for schedule(static) nowait
+        for (int64_t i = 0; i < all * ROWS; i++) {
+            const int64_t n = i / ROWS, r = i % ROWS;
+            const float *found = of->scratch + n * blocks * size + r * (DIM + 2);
+            float largest = -INFINITY, weight = 0, share = 0, sums[2][DIM] = {{0}};
+            for (int64_t b = 0; b < blocks; b++) largest = found[b * size] > largest ? found[b * size] : largest;
+            for (int64_t b = 0; b < blocks; b++) {
+                const float *part = found + b * size, scale = part[0] == -INFINITY ? 0 : expf(part[0] - largest);
+                weight += scale * part[1];
+                if (b < of_prefix) share += scale * part[1];
+                for (int d = 0; d < DIM; d++) sums[b >= of_prefix][d] += scale * part[2 + d];
+            }
+            for (int d = 0; d < DIM; d++) {
+                of->out[i * DIM + d] = (sums[0][d] + (of->out_new ? 0 : sums[1][d])) / weight;
+                if (of->out_new) of->out_new[i * DIM + d] = sums[1][d] / weight;
+            }
+            of->share[i] = share / weight;
+        }
+    }
+}
