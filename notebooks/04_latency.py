@@ -86,6 +86,19 @@ show(
 )
 
 # %% [markdown]
+# The cold differences are small beside decades of a logarithmic axis, and rest on few repetitions. Here each one is held
+# against native prefill's median at its length: below one, that repetition was sooner than native.
+
+# %% tags=["hide-input"]
+show(
+    figures.cold_ratio(raw.latency),
+    "One marker per repetition, native's own among them: their spread is what a difference has to be held against. The source's"
+    " prefill counts.",
+    tables.cold(raw.latency),
+    "latency/raw.parquet",
+)
+
+# %% [markdown]
 # {glue:text}`overhead` How each path ran: {glue:text}`modes`. An {term}`absorbed` map leaves the cache untouched and
 # acts on the query and on the attention's output, so that its cost hardly grows with the prefix.
 # {glue:text}`learned_mode`

@@ -86,7 +86,7 @@ prefix_tokens = study.profile.prompt.prefix_tokens
 glue_facts(front_facts(records, prefix_tokens, raw))
 glue_chart(
     "frontier",
-    figures.frontier(records["frozen_evaluation"], records["latency"]),
+    figures.frontier(records["frozen_evaluation"], records["latency"], study.profile.prompt.prefix_tokens),
     "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already there; open markers:"
     f" the source's own prefill counts too. Fidelity was measured at {prefix_tokens:,} tokens only, as a mean over all forced steps,"
     " so the slider moves the times alone; at the first token, which is what is timed, fidelity is another figure. Whiskers are"

@@ -18,9 +18,11 @@ from kvlib.report import figures, prose, tables, wording
 from kvlib.report.agreement import read_raw_tables
 from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
+from kvlib.report.figures.slices import AXES
 from kvlib.report.palette import BASES, PATHS, SEQUENCE
 from kvlib.report.prose import making
 from kvlib.report.renderer import BookRenderer
+from kvlib.report.spoken import spoken
 from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import read_summary
@@ -52,7 +54,7 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
     prompts = read_table(run / "frozen_evaluation" / "prompts.parquet")
     return {
         "residual_error": figures.residual_error(read_table(run / "pair" / "layers.parquet")),
-        "slices": figures.slices(screening),
+        "slices": figures.slices(screening, read_table(run / "screening" / "validation.parquet")),
         "curves": figures.curves(read_table(run / "screening" / "curves.parquet"), screening),
         "grid": figures.grid(screening),
         "confirmation": figures.confirmation(records["confirmation"], screening),
@@ -62,6 +64,7 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
         "sorted_differences": figures.sorted_differences(prompts, "oracle"),
         "kl_by_step": figures.kl_by_step(read_table(run / "frozen_evaluation" / "steps.parquet")),
         "time_to_first_token": figures.time_to_first_token(latency),
+        "cold_ratio": figures.cold_ratio(read_table(run / "latency" / "raw.parquet")),
         "peak_memory": figures.peak_memory(read_table(run / "latency" / "memory.parquet")),
         "frontier": figures.frontier(final, latency),
         "moved_frontier": figures.moved_frontier(final, latency),
@@ -119,6 +122,67 @@ def contrast(one: str, other: str) -> float:
 def test_prompt_text_cannot_break_out_of_its_hover(run, records):
     text = all_figures(run, records)["paired_prompts"].to_json()
     assert "<small>" not in text and "&lt;small&gt;" in text
+
+
+def test_hover_text_shows_quotation_marks_and_mode_names_as_they_are_read(run, records):
+    prompts = read_table(run / "frozen_evaluation" / "prompts.parquet")
+    said = figures.paired_prompts(prompts.assign(text='He said "it\'s <b>"'), "oracle").to_json()
+    assert "&quot;" not in said and "&#x27;" not in said and "&lt;b&gt;" in said
+    for name, figure in all_figures(run, records).items():
+        assert "&quot;" not in figure.to_json() and "&#x27;" not in figure.to_json(), name
+        assert not re.search(r"in_place|rope_stripped", str([t.customdata for t in figure.data])), name
+
+
+def test_the_front_chart_says_on_hover_on_what_it_rests_and_in_the_legend_what_open_markers_are(records):
+    figure = figures.frontier(records["frozen_evaluation"], records["latency"], 256)
+    said = {trace.name: trace.customdata[0][2] for trace in figure.data if trace.customdata}
+    prompts = records["frozen_evaluation"]["forcing"]["oracle"]["paths"]["learned"]["prompts"]
+    assert f"{prompts} prompts of 256 tokens" in said["learned correction"]
+    assert re.search(r"minus direct: −0\.\d+, 95 % −0\.\d+ to −0\.\d+ nats", said["learned correction"])
+    assert "minus direct" not in said["direct reuse"] and "±" in said["direct reuse"]
+    assert [t.name for t in figure.data if t.marker.symbol == "circle-open" and t.showlegend is None] == [
+        "open: cold"
+    ]
+    assert all(len(step.args[0]["x"]) == len(figure.data) for step in figure.layout.sliders[0].steps)
+
+
+def test_native_at_zero_is_spoken_and_drawn_as_zero(run, records):
+    figure = all_figures(run, records)["controls"]
+    assert "native prefill: native prefill, 0." in spoken(figure.to_dict())
+    at = next(trace.x[0] for trace in figure.data if trace.name == "native prefill")
+    axis = figure.layout.xaxis
+    assert dict(zip(axis.tickvals, axis.ticktext, strict=True))[at] == "0"
+    assert any(note.text == "//" for note in figure.layout.annotations)
+
+
+def test_every_cold_repetition_is_held_against_natives_median(run, records):
+    raw = read_table(run / "latency" / "raw.parquet")
+    figure = all_figures(run, records)["cold_ratio"]
+    cold = raw[(raw.path == "learned") & (raw.residency == "cold")]
+    medians = raw[raw.path == "native"].groupby("prefix_tokens").ms.median()
+    drawn = next(trace for trace in figure.data if trace.name == PATHS["learned"].label)
+    assert sorted(drawn.y) == pytest.approx(sorted(cold.ms / cold.prefix_tokens.map(medians)))
+    native = next(trace for trace in figure.data if trace.name == PATHS["native"].label)
+    assert len(native.y) == (raw.path == "native").sum()
+    assert len(tables.cold(raw)) == sum(len(trace.y) for trace in figure.data)
+
+
+def test_whiskers_of_the_slices_are_those_of_the_difference_from_the_centre(run, records):
+    screening, scores = records["screening"], read_table(run / "screening" / "validation.parquet")
+    figure = figures.slices(screening, scores)
+    wide = scores.pivot(index="prompt", columns="arm", values="kl32")
+    ids = screening["slices"]["rank"]["direct"]
+    centre = set.intersection(*(set(bases["direct"]) for bases in screening["slices"].values())).pop()
+    drawn = [t for t in figure.data if t.name == BASES["direct"].label][list(AXES).index("rank")]
+    expected = [0 if arm == centre else (wide[arm] - wide[centre]).sem() for arm in ids]
+    assert list(drawn.error_y.array) == pytest.approx(expected)
+
+
+def test_lines_join_only_settings_that_have_values_in_between(run, records):
+    figure = all_figures(run, records)["slices"]
+    modes = [trace.mode for trace in figure.data if trace.name == BASES["direct"].label]
+    joined = [axis for axis, mode in zip(AXES, modes, strict=True) if "lines" in mode]
+    assert joined == ["learning_rate", "rank", "warmup"]
 
 
 def test_the_wins_on_the_chart_are_those_of_the_statistics(run, records):

@@ -109,6 +109,7 @@ def build_pages(
         config.write_text(yaml.safe_dump(_config(announcement), allow_unicode=True, sort_keys=False))
         _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"), builder)
         html = aside / "_build" / builder
+        copy_plotly(html)  # not before: Jupyter Book would have every page load it, and wait for it
         _prune_mathjax(html / "_static" / "mathjax")
         _drop_preloads(html)
         if finish is not None:
@@ -202,7 +203,6 @@ def _tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: dict[str, str]) -> None:
     shutil.copytree(BOOK, source, ignore=shutil.ignore_patterns("_build", "chapters", ".ipynb_checkpoints"))
-    copy_plotly(source)
     (source / "chapters").mkdir()
     for name, notebook in notebooks.items():
         nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
@@ -211,10 +211,9 @@ def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: 
         (source / "chapters" / f"{name}.md").write_text(text, encoding="utf-8")
 
 
-def copy_plotly(source: Path) -> None:
-    """The chart library, as its package ships it, to where every page loads it from."""
-    (source / "_static").mkdir(parents=True, exist_ok=True)
-    shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
+def copy_plotly(built: Path) -> None:
+    """The chart library, as its package ships it, to where charts.js loads it from."""
+    shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", built / "_static" / "plotly.min.js")
 
 
 def _package(name: str) -> Path:

@@ -27,7 +27,16 @@ from kvlib.report.tables.results import (
     steps,
     top1,
 )
-from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
+from kvlib.report.tables.speed import (
+    cold,
+    floor,
+    left_out,
+    modes,
+    moved_frontier,
+    pipeline,
+    step_parts,
+    targets,
+)
 from kvlib.report.tables.trust import (
     agreement,
     attacked,
@@ -47,6 +56,7 @@ __all__ = [
     "attacked",
     "cell_text",
     "checks",
+    "cold",
     "colophon",
     "confirmation",
     "controls",
