@@ -1,17 +1,15 @@
 // Charts are drawn as the page's theme and width have them, the first in view before any other, and follow both.
 (function () {
   "use strict";
-  const LIBRARY = new URL("plotly.min.js", document.currentScript.src); // loaded only where there is a chart
   const NARROW_PX = 520;
-  let loading = null;
 
+  // The library, which the page's head has begun to load.
   function plotly() {
-    loading = loading || new Promise(function (resolve, reject) {
-      const script = Object.assign(document.createElement("script"), { src: LIBRARY, onerror: reject });
-      script.onload = () => resolve(window.Plotly);
-      document.head.append(script);
-    });
-    return loading;
+    return window.Plotly
+      ? Promise.resolve(window.Plotly)
+      : new Promise(function (resolve) {
+          document.getElementById("kv-plotly").addEventListener("load", () => resolve(window.Plotly));
+        });
   }
 
   function theme() {

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 import yaml
 
 from kvlib.errors import KvlibError
+from kvlib.report.chart_library import copy_plotly
 from kvlib.report.prose.evidence_page import not_run_page
 from kvlib.report.sources import link_sources
 from kvlib.study.decision import DECISION_RULE
@@ -209,15 +209,6 @@ def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: 
     shutil.copy(DECISION_RULE, source / DECISION_RULE.name)
     for name, text in pages.items():
         (source / "chapters" / f"{name}.md").write_text(text, encoding="utf-8")
-
-
-def copy_plotly(built: Path) -> None:
-    """The chart library, as its package ships it, to where charts.js loads it from."""
-    shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", built / "_static" / "plotly.min.js")
-
-
-def _package(name: str) -> Path:
-    return Path(find_spec(name).origin).parent
 
 
 def _config(announcement: str) -> dict:

@@ -29,8 +29,8 @@ TITLE_PX = 46  # of a chart's upper margin, given back when the title moves out 
 class BookRenderer(MimetypeRenderer):
     """HTML for the book and Plotly's own MIME type for JupyterLab, in one bundle.
 
-    MyST-NB drops Plotly's type (plotly.py#5365) and keeps the HTML, which carries data alone: charts.js loads the
-    library once and draws, so that the page is there before it and the first chart before the others. The title
+    MyST-NB drops Plotly's type (plotly.py#5365) and keeps the HTML, which carries data alone: charts.js draws,
+    so that the page is there before it and the first chart before the others. The title
     leaves the chart and becomes a paragraph, which wraps on a narrow screen. Each chart's id holds a counter as well
     as a hash: with a hash alone a figure shown twice leaves one place blank.
     """
