@@ -4,7 +4,13 @@ import pandas as pd
 
 from kvlib.report.agreement import paired_top1, side
 from kvlib.report.palette import path_label
-from kvlib.report.summaries import headline, main_forcing, median_times, prefix_lengths
+from kvlib.report.summaries import (
+    headline,
+    lengths_around,
+    main_forcing,
+    median_times,
+    prefix_lengths,
+)
 from kvlib.report.wording import (
     count,
     gigabytes_per_second,
@@ -235,17 +241,10 @@ def _learned_mode(latency: dict) -> str:
 def _crossover(latency: dict, kind: str, shortest: int) -> str:
     found = latency["crossover"].get(kind) or {}
     if found.get("learned"):
-        return f"The learned handoff overtakes native prefill between {_between(prefix_lengths(latency), found['learned'])} tokens."
+        return f"The learned handoff overtakes native prefill between {lengths_around(latency, found['learned'])} tokens."
     if found.get("below"):
         return f"The learned handoff is ahead of native prefill from the shortest length, {shortest:,}, on."
     return "The learned handoff does not overtake native prefill at any length that was measured."
-
-
-def _between(lengths: list[int], tokens: float) -> str:
-    """The two measured lengths around a crossover: what lies between them was not measured."""
-    below = max(length for length in lengths if length <= tokens)
-    above = min(length for length in lengths if length > tokens)
-    return f"{below:,} and {above:,}"
 
 
 def times(value: int) -> str:
