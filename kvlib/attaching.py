@@ -1,6 +1,7 @@
 """Give a model an attention function that reads a handed-over prefix, and take it away again."""
 
 import contextlib
+import threading
 import uuid
 
 import torch
@@ -18,17 +19,66 @@ def compute_dtype(model) -> torch.dtype:
     return torch.float32 if weight.device.type == "cpu" and weight.dtype != torch.float64 else weight.dtype
 
 
+PREFIX = "kvlib-"  # of the names that attention functions are registered by
+HELD = "_kvlib_attending"  # where a model keeps its `_Attending` while there is one
+LOCK = threading.Lock()  # held while a model's attention is exchanged, a few microseconds
+
+
+class _Attending:
+    """The attention functions that a model has been given and not left yet: (name, thread) each, the last one at work.
+
+    It lies on the model, so that a copy or a file of the whole model, which could not attend, is refused.
+    """
+
+    def __init__(self, own: str):
+        self.own, self.names = own, []  # own: what the model attended by before the first of them
+
+    def __reduce_ex__(self, protocol):
+        raise KvlibError(
+            "a model was copied or saved whole within a handoff, expected outside: do it before or after the `with` block"
+        )
+
+
+def _begin(model, name: str) -> None:
+    with LOCK:
+        held = vars(model).setdefault(HELD, _Attending(model.config._attn_implementation))
+        if any(thread != threading.get_ident() for _, thread in held.names):
+            raise KvlibError(
+                f"a handoff into {name_or_type(model)} was begun while another thread's is not left, expected one at a time: take "
+                "turns, or load the model once per thread"
+            )
+        held.names.append((name, threading.get_ident()))
+        model.config._attn_implementation = name
+
+
+def _end(model, name: str) -> None:
+    """Handoffs may be left in any order: the last one begun of those that are left goes on, and the model is itself after all."""
+    with LOCK:
+        held = vars(model)[HELD]
+        held.names = [one for one in held.names if one[0] != name]
+        if (
+            model.config._attn_implementation == name
+        ):  # else a later one is at work, or somebody chose another
+            model.config._attn_implementation = held.names[-1][0] if held.names else held.own
+        if not held.names:
+            del vars(model)[HELD]
+
+
 @contextlib.contextmanager
 def attention_of(model, attention):
-    """Within the block `model` attends by this function of transformers' attention interface; yields its name there."""
-    name = f"kvlib-{uuid.uuid4().hex}"
+    """Within the block `model` attends by this function of transformers' attention interface; yields its name there.
+
+    Raises: KvlibError when another thread is within such a block of the same model.
+    """
+    name = f"{PREFIX}{uuid.uuid4().hex}"
     ALL_ATTENTION_FUNCTIONS.register(name, attention)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
     try:
-        yield name
+        _begin(model, name)
+        try:
+            yield name
+        finally:
+            _end(model, name)
     finally:
-        model.config._attn_implementation = before
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 

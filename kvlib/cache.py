@@ -9,11 +9,12 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvlib import guards
-from kvlib.cache_layers import CacheIsFull, HandoffLayer, filled_cache
+from kvlib.cache_layers import CacheIsFull, HandoffLayer, check_filled, filled_cache
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention
 from kvlib.guards import check_prompt
 from kvlib.linear import fast_linears
+from kvlib.marks import Mark, share_memory
 from kvlib.origin import Origin
 
 
@@ -24,7 +25,8 @@ class PrefixCache:
         keys, values: one tensor (B, H, T, D) per layer.
         valid: bool (B, T), false at padding; None when nothing is padded.
         origin: who computed them, over which tokens; None when that is not known.
-        corrected_by: the kind of map that was applied to the tensors, None for a model's own cache.
+        corrected_by: the kind of map that was applied to the tensors, None for a model's own cache. Every cache that
+            `slice`, `select` or `to` made of the same memory says the same, whichever of them is corrected.
 
     Tensors are shared, never copied; `clone` makes a copy.
     """
@@ -47,12 +49,23 @@ class PrefixCache:
                 f"{tuple(ids.shape)}, expected as many: pass the ids that were prefilled"
             )
         self.keys, self.values, self.valid = keys, values, valid
-        self.origin, self.corrected_by = origin, corrected_by
+        self.origin, self._mark = origin, Mark(corrected_by)
 
-    def _like(self, keys, values, valid, input_ids=None) -> "PrefixCache":
-        """The same cache with other tensors; input_ids: the origin's, cut as they are."""
+    def like(self, keys, values, valid, input_ids=None) -> "PrefixCache":
+        """The same cache with other tensors, or views of its own; input_ids: the origin's, cut as they are."""
         origin = None if self.origin is None else self.origin.over(input_ids)
-        return PrefixCache(keys, values, valid, origin=origin, corrected_by=self.corrected_by)
+        made = PrefixCache(keys, values, valid, origin=origin, corrected_by=self.corrected_by)
+        if share_memory(made.keys + made.values, self.keys + self.values):
+            made._mark = self._mark
+        return made
+
+    @property
+    def corrected_by(self) -> str | None:
+        return self._mark.kind
+
+    @corrected_by.setter
+    def corrected_by(self, kind: str | None) -> None:
+        self._mark.kind = kind
 
     @property
     def input_ids(self) -> torch.Tensor | None:
@@ -108,7 +121,7 @@ class PrefixCache:
                 f"{tokens} positions asked of a cache that has {self.tokens}: ask for 1 to {self.tokens}"
             )
         valid, ids = (None if t is None else t[:, :wanted] for t in (self.valid, self.input_ids))
-        return self._like(
+        return self.like(
             [k[:, :, :wanted] for k in self.keys], [v[:, :, :wanted] for v in self.values], valid, ids
         )
 
@@ -117,19 +130,19 @@ class PrefixCache:
         rows = guards.chosen_rows(prompts, self.batch)
         valid, ids = (None if t is None else t[rows.to(t.device)] for t in (self.valid, self.input_ids))
         part = prompts if isinstance(prompts, slice) else rows.to(self.device)  # a slice gives views
-        return self._like([k[part] for k in self.keys], [v[part] for v in self.values], valid, ids)
+        return self.like([k[part] for k in self.keys], [v[part] for v in self.values], valid, ids)
 
     def clone(self) -> "PrefixCache":
         valid = None if self.valid is None else self.valid.clone()
-        return self._like(
+        return self.like(
             [k.clone() for k in self.keys], [v.clone() for v in self.values], valid, self.input_ids
         )
 
     def to(self, *args, **kwargs) -> "PrefixCache":
         """Every tensor through `Tensor.to` (a device or a dtype)."""
-        keys, values = ([t.to(*args, **kwargs) for t in tensors] for tensors in (self.keys, self.values))
+        keys, values = (guards.converted(tensors, *args, **kwargs) for tensors in (self.keys, self.values))
         valid, ids = (None if t is None else t.to(keys[0].device) for t in (self.valid, self.input_ids))
-        return self._like(keys, values, valid, ids)
+        return self.like(keys, values, valid, ids)
 
     def check_finite(self, owner: str) -> "PrefixCache":
         """Raises KvlibError at the first layer that holds NaN or infinity; returns itself."""
@@ -159,26 +172,7 @@ class PrefixCache:
             model: which computed it. input_ids: (B, T) over which tokens. Say both where they are known: a handoff can
                 then tell a cache of another model or prompt.
         """
-        if not isinstance(getattr(cache, "layers", None), list) or not cache.layers:
-            raise KvlibError(
-                f"a {type(cache).__name__} without layers given, expected a transformers cache that a model has filled: "
-                "prefill with a model that keeps keys and values, or pass tensors to PrefixCache"
-            )
-        for layer, held in enumerate(cache.layers):
-            if getattr(held, "is_sliding", False):
-                raise KvlibError(
-                    f"layer {layer} of the given cache is a sliding window, expected one that keeps every position: "
-                    "use a model with full attention in every layer"
-                )
-            keys = getattr(held, "keys", None)
-            if keys is None or keys.numel() == 0:
-                raise KvlibError(f"layer {layer} of the given cache is empty: run a prefill with it first")
-            seen = int(held.get_seq_length())
-            if keys.ndim == 4 and keys.shape[2] != seen:
-                raise KvlibError(
-                    f"layer {layer} of the given cache ({type(held).__name__}) has seen {seen} positions and holds "
-                    f"{keys.shape[2]}, expected every one and no more: prefill with a DynamicCache"
-                )
+        check_filled(cache)
         layers = [held.keys for held in cache.layers], [held.values for held in cache.layers]
         if model is None and input_ids is None:
             return cls(*layers)
@@ -234,6 +228,7 @@ def prefill(
     *,
     chunk_tokens: int | None = None,
     return_hidden: Literal[False] = False,
+    attention_mask: torch.Tensor | None = None,
 ) -> "PrefixCache": ...
 
 
@@ -244,6 +239,7 @@ def prefill(
     *,
     chunk_tokens: int | None = None,
     return_hidden: Literal[True],
+    attention_mask: torch.Tensor | None = None,
 ) -> "tuple[PrefixCache, torch.Tensor]": ...
 
 
@@ -254,6 +250,7 @@ def prefill(
     *,
     chunk_tokens: int | None = None,
     return_hidden: bool = False,
+    attention_mask: torch.Tensor | None = None,
 ) -> "PrefixCache | tuple[PrefixCache, torch.Tensor]":
     """A model's cache over `input_ids` (B, T), without computing any logits, nor what follows the last layer's keys
     and values when the hidden states are not asked for.
@@ -262,8 +259,10 @@ def prefill(
         chunk_tokens: positions per forward pass, written into place: less memory for a few per cent more time. The
             whole prompt at once when None.
         return_hidden: also return the final hidden states (B, T, C), the head's input.
+        attention_mask: as a tokenizer returns it, (B, T) and all ones; one that marks padding is refused.
     """
     check_prompt(model, input_ids)
+    guards.check_no_padding(attention_mask)
     check_full_attention(model)
     guards.check_chunk(chunk_tokens)
     cache = filled_cache(Geometry.of(model).layers, input_ids.shape[1], stop=not return_hidden)

@@ -130,3 +130,27 @@ def filled_cache(
         FilledLayer(tokens, *(tensors[i] if tensors else ()), after=partial(after, i)) for i in range(layers)
     ]
     return Cache(layers=held)
+
+
+def check_filled(cache) -> None:
+    """Raises KvlibError unless every layer of a transformers cache holds all positions that it has seen, and some."""
+    if not isinstance(getattr(cache, "layers", None), list) or not cache.layers:
+        raise KvlibError(
+            f"a {type(cache).__name__} without layers given, expected a transformers cache that a model has filled: "
+            "prefill with a model that keeps keys and values, or pass tensors to PrefixCache"
+        )
+    for layer, held in enumerate(cache.layers):
+        if getattr(held, "is_sliding", False):
+            raise KvlibError(
+                f"layer {layer} of the given cache is a sliding window, expected one that keeps every position: "
+                "use a model with full attention in every layer"
+            )
+        keys = getattr(held, "keys", None)
+        if keys is None or keys.numel() == 0:
+            raise KvlibError(f"layer {layer} of the given cache is empty: run a prefill with it first")
+        seen = int(held.get_seq_length())
+        if keys.ndim == 4 and keys.shape[2] != seen:
+            raise KvlibError(
+                f"layer {layer} of the given cache ({type(held).__name__}) has seen {seen} positions and holds "
+                f"{keys.shape[2]}, expected every one and no more: prefill with transformers' default cache"
+            )

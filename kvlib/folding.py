@@ -7,8 +7,8 @@ are corrected, and their map is dropped.
 
 from kvlib import guards
 from kvlib.attention import IDENTITY
+from kvlib.marks import PARTLY
 
-PARTLY = "partly applied"  # how the mark of a cache begins whose correction was begun and not finished
 BACKGROUND_CALLS = 8  # calls of the model over which a background handoff spreads its work
 
 
@@ -41,7 +41,11 @@ class Folding:
         self._calls = self._budget = 0
         self._mark, self._failed = cache_map.mark(prefix), False
         self._per_call = -(-len(maps) // BACKGROUND_CALLS)
-        if not background:
+        self.begun = False
+
+    def start(self) -> None:
+        """Called once the model reads through this: in place, the cache is used up from here on, read or not."""
+        if not self.background:
             self._begin()
 
     @property
@@ -51,6 +55,7 @@ class Folding:
 
     def _begin(self) -> None:
         # From here on the cache is used up; should a layer fail, nobody may take it for a whole one.
+        self.begun = True
         self.prefix.corrected_by = f"{PARTLY} {self.map.kind}"
 
     def before(self, layer: int) -> None:
@@ -64,7 +69,7 @@ class Folding:
             self._calls += 1
             self._budget = self._per_call if self._calls > 1 else 0
         if self._budget and layer in self.waiting:
-            if self.folded == 0:
+            if not self.begun:
                 self._begin()
             self._budget -= 1
             self._fold(layer)
@@ -83,7 +88,7 @@ class Folding:
 
     def finish(self) -> None:
         """Correct what is left of what was begun: a cache is corrected in all layers or in none, unless one failed."""
-        if self._failed or (self.background and self.folded == 0):
+        if self._failed or not self.begun:
             return
         for layer in sorted(self.waiting):
             self._fold(layer)

@@ -4,6 +4,7 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.geometry import Geometry, check_full_attention, name_or_type
+from kvlib.room import out_of_memory
 
 TOKEN_DTYPES = (torch.int64, torch.int32)  # what an embedding takes
 
@@ -79,6 +80,20 @@ def check_padding(valid, like: torch.Tensor) -> None:
             f"row {row} of the cache's validity mask marks {int(runs[row])} runs of positions, expected one, of at least one "
             "valid position per prompt, since positions are counted from its start: pad on the left or on the right only"
         )
+
+
+def converted(tensors: list[torch.Tensor], *args, **kwargs) -> list[torch.Tensor]:
+    """Each through `Tensor.to`; KvlibError where that knows no such device or dtype."""
+    try:
+        return [tensor.to(*args, **kwargs) for tensor in tensors]
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: torch without CUDA
+        if out_of_memory(error):
+            raise
+        given = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())])
+        raise KvlibError(
+            f"a cache was to be converted by .to({given}), expected a device that is here or a dtype of torch: write .to('cpu') "
+            "or .to(torch.float32) for example"
+        ) from error
 
 
 def chosen_rows(prompts, batch: int) -> torch.Tensor:
@@ -222,6 +237,16 @@ def check_held_back(input_ids: torch.Tensor) -> None:
         raise KvlibError(
             f"prompts of {input_ids.shape[1]} token given, expected at least 2: the cache covers all but the last"
         )
+
+
+def check_no_padding(attention_mask) -> None:
+    """Raises KvlibError for a mask (B, T) that leaves a token out."""
+    if attention_mask is None or bool(torch.as_tensor(attention_mask).all()):
+        return
+    raise KvlibError(
+        "an attention_mask with padding given to prefill, expected prompts of one length: prefill each by itself, or run the model "
+        "with its mask and pass its keys and values to PrefixCache(keys, values, valid=attention_mask.bool())"
+    )
 
 
 def check_vocabulary(model, ids: torch.Tensor) -> None:

@@ -14,9 +14,9 @@ from kvlib import guards
 from kvlib.cache import PrefixCache, prefill
 from kvlib.compiled import compiled_by, why_not_by_itself, why_not_compiled
 from kvlib.errors import KvlibError
-from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, name_or_type
 from kvlib.maps import CacheMap, DirectMap
+from kvlib.marks import check_uncorrected
 from kvlib.reading import CORRECTING, Handoff
 
 # Kinds of model that the tests hold against native prefill; any other is held against it here, before it is used.
@@ -62,12 +62,7 @@ def handoff(
             _check_source(prefix, source)
         prefix.check_finite("the source")
         cache_map.check_fits(Geometry.of(model))
-        partly = (prefix.corrected_by or "").startswith(PARTLY)
-        if prefix.corrected_by and (cache_map.kind != "direct" or partly):
-            raise KvlibError(
-                f"a cache that a {prefix.corrected_by} map has corrected already was given with a {cache_map.kind} map, expected "
-                "the source's own: prefill again (an in-place handoff uses its cache up), or hand it over with DirectMap()"
-            )
+        check_uncorrected(prefix, cache_map)
     elif source is not None:
         raise KvlibError(
             "source= given with check=False, expected one of the two: source= asks for a check, so leave check on"
@@ -127,6 +122,11 @@ def _check_compilable(cache_map, mode: str) -> None:
 
 
 def _check_source(prefix: PrefixCache, source) -> None:
+    if not isinstance(source, str) and not callable(getattr(source, "parameters", None)):
+        raise KvlibError(
+            f"source= {guards.kind_of(source)} given, expected the model that computed the cache, or its Origin.identity: "
+            "pass one of them, such as pair.source"
+        )
     if prefix.origin is None:
         raise KvlibError(
             "a cache of unknown origin given with source=, expected one that says which model computed it: make it with "

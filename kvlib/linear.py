@@ -46,15 +46,17 @@ def plain_linears(model) -> list[torch.nn.Linear]:
 
 @contextlib.contextmanager
 def replaced(forwards: dict[torch.nn.Module, Callable]):
-    """Within the block each of these modules has another forward; afterwards its own."""
+    """Within the block each of these modules has another forward; afterwards its own, unless it was replaced again."""
     try:
         for module, forward in forwards.items():
             # Into the instance's dict: nn.Module's own __setattr__ looks through its registries each time.
             vars(module)["forward"] = forward
         yield
     finally:
-        for module in forwards:
-            vars(module).pop("forward", None)
+        for module, forward in forwards.items():
+            # Not what somebody else has put there since, nor another thread.
+            if vars(module).get("forward") is forward:
+                vars(module).pop("forward", None)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ The library floor does not import the hub's client, whose exceptions are known h
 """
 
 import errno
+import os
 from collections.abc import Iterator
 
 from kvlib.errors import KvlibError
@@ -18,6 +19,15 @@ NETWORK = {
     "NetworkError",
 }
 MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "cannot allocate memory")
+
+
+def check_place(place, what: str):
+    """Returns `place`; raises KvlibError unless it can name `what`: anything else would be looked for by its text."""
+    if not isinstance(place, (str, os.PathLike)) or not str(place).strip():
+        raise KvlibError(
+            f"{place!r} given as {what}, expected its name or path: pass a text or a pathlib.Path"
+        )
+    return place
 
 
 def first_line(error: BaseException) -> str:

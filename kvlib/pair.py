@@ -22,7 +22,7 @@ from kvlib.geometry import (
     windowed_layers,
 )
 from kvlib.handoff import Handoff, check_target, handoff
-from kvlib.load_errors import first_line, load_error
+from kvlib.load_errors import check_place, first_line, load_error
 from kvlib.maps.base import CacheMap
 
 # The homes of these are elsewhere; other files know them from here.
@@ -102,6 +102,7 @@ def load_model(
 
     Raises: KvlibError, one sentence, for whatever keeps it from being loaded.
     """
+    check_place(place, "a model")
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             place, dtype=dtype, revision=revision or "main", output_loading_info=True
@@ -127,6 +128,7 @@ def load_model(
 
 
 def load_tokenizer(place: str | Path, *, revision: str | None = None) -> PreTrainedTokenizerBase:
+    check_place(place, "a tokenizer")
     try:
         return AutoTokenizer.from_pretrained(place, revision=revision or "main")
     except (OSError, ValueError) as error:

@@ -15,10 +15,10 @@ from kvlib.arrivals import arrivals_for
 from kvlib.cache import PrefixCache, fill, prefill
 from kvlib.cache_layers import filled_cache
 from kvlib.errors import KvlibError
-from kvlib.folding import PARTLY
 from kvlib.geometry import Geometry, check_full_attention, name_or_type
 from kvlib.handoff import check_target, handoff
 from kvlib.maps import CacheMap
+from kvlib.marks import PARTLY
 from kvlib.origin import Origin
 from kvlib.reading import Handoff
 

@@ -5,16 +5,17 @@ import contextlib
 import torch
 
 from kvlib import guards
-from kvlib.attaching import attach, compute_dtype
+from kvlib.attaching import PREFIX, attach, compute_dtype
 from kvlib.attention import IDENTITY
 from kvlib.cache import PrefixCache, cache_argument, forward, handoff_cache
 from kvlib.compiled import compiled_correction
 from kvlib.errors import KvlibError
 from kvlib.folding import Folding
+from kvlib.generating import check_asked, keeping_cache
 from kvlib.geometry import name_or_type, rotary_of
 from kvlib.maps import CacheMap
+from kvlib.marks import check_uncorrected
 
-OURS = ("attention_mask", "position_ids", "inputs_embeds", "cache", "past_key_values", "use_cache")
 CORRECTING = ("in_place", "background")
 NOTICED_S = 0.05  # compiling takes longer than this, finding what was compiled before does not
 
@@ -42,11 +43,15 @@ class Handoff:
         self.model, self.prefix, self.map, self.mode, self.reason = model, prefix, cache_map, mode, reason
         self.check, self.compiled, self.compile_seconds, self.cache = check, compiled, None, None
         self.may_be_plain, self.keys_only = may_be_plain, keys_only
-        self.folding, self._restore = None, None
+        self.folding, self._restore, self._found = None, None, None
 
     def __enter__(self) -> "Handoff":
         if self.cache is not None:
             raise KvlibError("a handoff was entered a second time, expected once: begin a new one")
+        if self.check:
+            check_uncorrected(
+                self.prefix, self.map
+            )  # once more: another handoff may have used the cache up since
         device = next(self.model.parameters()).device
         cache_map = self.map.to(device, compute_dtype(self.model))
         rotary = rotary_of(self.model) if cache_map.needs_rotary else None
@@ -75,7 +80,10 @@ class Handoff:
                 check=self.check,
                 keys_only=self.keys_only,
             )
+        self._found = self.prefix.corrected_by
         self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
+        if self.folding is not None:
+            self.folding.start()
         return self
 
     def _compiled(self, cache_map: CacheMap, angles):
@@ -119,10 +127,25 @@ class Handoff:
     def _check_active(self) -> None:
         if self._restore is None:
             raise KvlibError("a handoff was used outside its `with` block: enter it first")
-        if self.model.config._attn_implementation != self._restore.name:
+        attends = self.model.config._attn_implementation
+        if attends != self._restore.name:
+            self._refuse_other_attention(attends)
+        if self.prefix.corrected_by != self._found and not (self.folding and self.folding.begun):
             raise KvlibError(
-                f"another handoff into {name_or_type(self.model)} was begun within this one, expected one at a time: leave it first"
+                f"a {self.prefix.corrected_by} map has corrected this handoff's cache since it was begun, expected it as it was: hand "
+                "over prefix.clone() where two handoffs read one prefix at a time"
             )
+
+    def _refuse_other_attention(self, attends) -> None:
+        name = name_or_type(self.model)
+        if str(attends).startswith(PREFIX):
+            raise KvlibError(
+                f"another handoff into {name} was begun within this one, expected one at a time: leave it first"
+            )
+        raise KvlibError(
+            f"the model {name} was set to {attends!r} attention within a handoff, expected the handoff's own until it is left: "
+            "choose before or after the `with` block"
+        )
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read tokens (B, S): final hidden states (B, S, C)."""
@@ -179,7 +202,11 @@ class Handoff:
         """transformers' `generate` on the handed-over cache.
 
         Args:
-            input_ids: the whole prompt (B, T + 1), the held-back last token included. kwargs: as for `generate`.
+            input_ids: the whole prompt (B, T + 1), the held-back last token included. kwargs: as for `generate`, one
+                token at a time from this cache: no beams, no assistant, no cache of another kind. A `use_cache` of a
+                generation configuration counts for nothing.
+
+        Raises: KvlibError for what a handed-over cache cannot do, more positions than the model has among it.
         """
         self._check_active()
         if self.seen != self.prefix.tokens:
@@ -187,14 +214,15 @@ class Handoff:
                 f"this handoff has read {self.seen - self.prefix.tokens} tokens already, expected none before `generate`: "
                 "begin a new handoff of the same prefix"
             )
-        self._check_prompt(input_ids, kwargs)
+        check_asked(self.model, self.prefix.tokens, kwargs)
+        self._check_prompt(input_ids)
         valid = self.prefix.valid
         mask = torch.ones_like(input_ids)
         if valid is not None:
             mask[:, :-1] = valid.long()
-        arguments = {cache_argument(self.model): self.cache, "attention_mask": mask, **kwargs}
+        ours = {cache_argument(self.model): self.cache, "attention_mask": mask}
         with self._finite_logits():
-            generated = self.model.generate(input_ids, **arguments)
+            generated = self.model.generate(input_ids, **ours, **keeping_cache(kwargs))
         self._check_read()
         return generated
 
@@ -211,11 +239,7 @@ class Handoff:
         finally:
             hook.remove()
 
-    def _check_prompt(self, input_ids, kwargs: dict) -> None:
-        if taken := sorted(set(kwargs) & set(OURS)):
-            raise KvlibError(
-                f"{taken[0]}= given to `generate`, expected the handoff to set it from the cache: leave it out"
-            )
+    def _check_prompt(self, input_ids) -> None:
         guards.check_prompt(self.model, input_ids)
         batch, tokens = self.prefix.batch, self.prefix.tokens
         if input_ids.shape == (batch, tokens):
@@ -230,8 +254,3 @@ class Handoff:
             )
         if self.check and self.prefix.origin is not None:
             self.prefix.origin.check_prompt(input_ids, self.prefix.valid)
-        limit, new = guards.position_limit(self.model), kwargs.get("max_new_tokens") or 1
-        if limit is not None and tokens + new > limit:
-            raise KvlibError(
-                f"{new} new tokens asked after {tokens} positions, the model has {limit}: ask for fewer, or cut the prompt"
-            )

@@ -35,7 +35,8 @@ def _each(value, change: Callable[[torch.Tensor], torch.Tensor]):
         return change(value)
     if isinstance(value, PrefixCache):
         keys, values = ([change(t) for t in tensors] for tensors in (value.keys, value.values))
-        return PrefixCache(keys, values, None if value.valid is None else change(value.valid))
+        valid, ids = (None if t is None else change(t) for t in (value.valid, value.input_ids))
+        return value.like(keys, values, valid, ids)
     if isinstance(value, dict):
         return {key: _each(one, change) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -64,14 +64,14 @@ glue_facts(screening_facts(screening))
 
 # %% tags=["hide-input"]
 show(
-    figures.slices(screening),
-    "Each panel varies one setting and holds the others at the centre. Whiskers are standard errors over"
-    " prompts: the same prompts for every arm, so that two arms differ more surely than their whiskers "
-    "suggest."
+    figures.slices(screening, read_table(study.folder / "screening" / "validation.parquet")),
+    "Each panel varies one setting and holds the others at the centre. Whiskers are standard errors of the"
+    " difference from the base's centre on the same prompts, so the centre has none; what arms share, how hard a prompt is, is"
+    " not in them. Lines join settings that have values in between."
     " Dotted lines: the two maps without a trained residual. Among the features, “RMS” is normalised at each"
     " position and “no RoPE” has the rotary embedding taken out. Lower is better.",
     tables.arms(screening),
-    "screening/summary.json",
+    "screening/summary.json, screening/validation.parquet",
 )
 
 # %% [markdown]

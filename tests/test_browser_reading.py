@@ -43,10 +43,12 @@ def opened(browser, book):  # noqa: F811
     """Opens a page of the book by name, its charts drawn; closed after the test."""
     pages = []
 
-    def open_page(name: str, **options):
+    def open_page(name: str, script: str = "", anchor: str = "", **options):
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
         pages.append(page)
-        page.goto((book / f"{name}.html").as_uri(), wait_until="load")
+        if script:
+            page.add_init_script(script)
+        page.goto((book / f"{name}.html").as_uri() + f"#{anchor}" * bool(anchor), wait_until="load")
         page.wait_for_function(DRAWN)
         return page
 
@@ -99,16 +101,60 @@ def test_a_chart_says_something_on_hover(opened):
     assert re.search(r"prompt \d+: Article", said.first.text_content())
 
 
+TOOLS_ON_LEGEND = """() => [...document.querySelectorAll('.js-plotly-plot')].filter(chart => {
+  const boxes = ['.modebar', 'g.legend'].map(part => chart.querySelector(part)?.getBoundingClientRect());
+  if (boxes.some(box => !box || !box.width)) return false;
+  const [tools, legend] = boxes;
+  return tools.left < legend.right && legend.left < tools.right && tools.top < legend.bottom && legend.top < tools.bottom;
+}).length"""
+
+
+def test_the_tool_bar_is_off_the_legend_on_a_desk_and_away_on_a_phone(opened):
+    for name in ("index", "chapters/01_screening", "chapters/04_latency", "prompts"):
+        page = opened(name)
+        assert page.locator(".modebar").count() > 0, name
+        assert page.evaluate(TOOLS_ON_LEGEND) == 0, name
+        phone = opened(name, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+        assert not any(bar.is_visible() for bar in phone.locator(".modebar-container").all()), name
+
+
+def test_a_page_without_a_chart_does_not_load_the_chart_library(opened):
+    assert opened("glossary").evaluate("typeof window.Plotly") == "undefined"
+    assert opened("index").evaluate("typeof window.Plotly") == "object"
+
+
+def test_the_chart_in_view_is_drawn_before_those_above_it(opened):
+    watch = """addEventListener('kv-figure', event => (window.order = window.order || []).push(
+      [...document.querySelectorAll('.plotly-graph-div')].indexOf(event.target)), true)"""
+    page = opened("chapters/03_frozen_evaluation", script=watch, anchor="step-by-step")
+    order = page.evaluate("window.order")
+    assert sorted(order) == list(range(len(order))) and order[0] == len(order) - 1
+
+
+def test_a_table_that_is_wider_than_its_place_says_so(opened):
+    page = opened("chapters/03_frozen_evaluation", viewport={"width": 390, "height": 844})
+    found = page.evaluate(
+        """() => [...document.querySelectorAll('.kv-scroll')].filter(s => s.clientWidth).map(
+          s => [s.scrollWidth > s.clientWidth + 1, !s.previousElementSibling.hidden, s.dataset.more.includes('right')])"""
+    )
+    assert any(wide for wide, *_ in found)
+    assert all(wide == hint == more for wide, hint, more in found)
+    wide = page.locator(".kv-scroll[data-more=right]").first
+    wide.evaluate("scroll => { scroll.scrollLeft = scroll.scrollWidth }")
+    page.wait_for_function("s => s.dataset.more.trim() === 'left'", arg=wide.element_handle())
+
+
 def test_the_slider_moves_the_times_by_keyboard_and_says_so(opened):
     page = opened("index")
     slider, chart = page.locator(".kv-slider input"), page.locator(".js-plotly-plot")
-    before = chart.evaluate("chart => chart.data.map(trace => trace.x[0])")
+    times = "chart => chart.data.map(trace => trace.x[0]).filter(ms => ms !== null)"
+    before = chart.evaluate(times)
     label = page.locator(".kv-slider output").text_content()
     slider.focus()
     slider.press("Home")
     assert page.locator(".kv-slider output").text_content() != label
     assert slider.get_attribute("aria-valuetext") == "prefix: 128 tokens"
-    after = chart.evaluate("chart => chart.data.map(trace => trace.x[0])")
+    after = chart.evaluate(times)
     assert all(new < old for new, old in zip(after, before, strict=True))
 
 
@@ -220,6 +266,27 @@ def test_the_explorer_is_turned_by_keyboard_and_reached_by_address(opened):
     assert f"Prompt {PROMPTS - 1}," in page.locator(".kv-said").text_content()
     page.evaluate("location.hash = '#prompt-7-oracle'")
     page.wait_for_function("document.querySelector('.kv-said').textContent.startsWith('Prompt 7,')")
+
+
+def test_the_explorers_tokens_are_reached_by_keyboard_and_the_box_says_where_the_prompt_begins(opened):
+    page = opened("prompts")
+    page.evaluate("""() => { document.querySelector('.kv-prefix').textContent += '\\n'.repeat(60);
+      document.querySelector('.kv-prompt').scrollTop = 1e6 }""")
+    above, box = page.locator(".kv-above"), page.locator(".kv-prompt")
+    page.wait_for_function("document.querySelector('.kv-above').textContent.includes('above')")
+    above.click()
+    page.wait_for_function("document.querySelector('.kv-above').disabled")
+    assert box.evaluate("box => box.scrollTop") == 0
+    page.locator(".kv-token").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement === document.querySelectorAll('.kv-token')[1]")
+    assert "step 2, probability: native prefill 0." in page.locator(".kv-token-said").text_content()
+    assert page.locator(".kv-token[tabindex='0']").count() == 1
+
+
+def test_the_explorer_explains_a_token_that_is_a_part_of_a_character(opened):
+    note = opened("prompts").locator(".kv-explorer > .kv-caption")
+    assert note.is_hidden() and "part of a character" in note.text_content()
 
 
 def test_every_internal_link_leads_somewhere(book):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import refused, tiny_llama, tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 from kvlib import DirectMap, KvlibError, ModelPair, PrefixCache, handoff, prefill
 
@@ -22,6 +22,11 @@ def test_a_model_called_past_its_handoff_is_refused_and_not_answered_with_the_ha
         outer.__enter__()
 
 
+def settings(**asked) -> dict:
+    """The same asked by a generation configuration."""
+    return {"generation_config": GenerationConfig(**asked)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -30,15 +35,65 @@ def test_a_model_called_past_its_handoff_is_refused_and_not_answered_with_the_ha
         ({"attention_mask": torch.ones(1, 8)}, "attention_mask= given"),
         ({"past_key_values": DynamicCache()}, "past_key_values= given"),
         ({"max_new_tokens": 506}, "506 new tokens asked after 7 positions"),
+        ({"max_new_tokens": None, "max_length": 514}, "506 new tokens asked after 7 positions"),
+        ({"max_new_tokens": None, "max_length": 8}, "max_length=8 asked of .* a prompt of 8 tokens"),
+        (settings(max_new_tokens=506), "506 new tokens asked after 7 positions"),
+        (settings(max_length=514), "506 new tokens asked after 7 positions"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 asked"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 asked"),
+        ({"max_new_tokens": True}, "max_new_tokens=True asked"),
+        ({"max_new_tokens": "5"}, "max_new_tokens='5' asked"),
+        ({"max_new_tokens": None, "max_length": 9.5}, "max_length=9.5 asked"),
+        ({"use_cache": False}, "use_cache= given"),
+        ({"inputs": torch.ones(1, 8)}, "inputs= given"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens asked"),
+        (settings(prompt_lookup_num_tokens=2), "prompt_lookup_num_tokens asked"),
+        ({"assistant_model": tiny_llama(1)}, "assistant_model asked"),
+        ({"cache_implementation": "static"}, "cache_implementation asked"),
+        (settings(cache_implementation="dynamic"), "cache_implementation asked"),
     ],
 )
 def test_what_generate_cannot_do_is_refused(arguments, sentence):
     model, ids = tiny_llama(), tokens(1, 8)
+    length = {} if "generation_config" in arguments else {"max_new_tokens": 3}
     with handoff(model, prefill(model, ids[:, :-1]), DirectMap()) as active:
         refused(
-            lambda: active.generate(ids, **{"max_new_tokens": 3, "pad_token_id": 0, **arguments}),
+            lambda: active.generate(ids, **{**length, "pad_token_id": 0, **arguments}),
             match=sentence,
         )
+        assert active.seen == 7 or "beams" in sentence  # refused before anything was read
+
+
+def test_a_length_that_the_model_says_itself_counts_as_well():
+    model, ids = tiny_llama(), tokens(1, 8)
+    model.generation_config.max_new_tokens = 600
+    with handoff(model, prefill(model, ids[:, :-1]), DirectMap()) as active:
+        refused(lambda: active.generate(ids), match="600 new tokens asked")
+        assert active.generate(ids, max_new_tokens=2).shape == (1, 10)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_new_tokens": 6, "max_length": None},
+        {"max_length": 14},
+        settings(max_new_tokens=6, use_cache=False, do_sample=False, pad_token_id=0),
+        settings(max_length=14, do_sample=False, pad_token_id=0),
+        "model's own",
+    ],
+)
+def test_generate_gives_one_text_however_its_length_and_cache_are_asked_for(asked):
+    model, ids = tiny_llama(), tokens(1, 8)
+    plain = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    native = model.generate(ids, **plain)
+    if asked == "model's own":
+        model.generation_config.use_cache, asked = False, plain
+    if "generation_config" not in asked:
+        asked = {"do_sample": False, "pad_token_id": 0, **asked}
+    with handoff(model, prefill(model, ids[:, :-1]), DirectMap()) as active:
+        assert torch.equal(active.generate(ids, **asked), native)
+    if "generation_config" in asked:  # theirs, and unchanged
+        assert asked["generation_config"].use_cache in (None, False)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +113,10 @@ def test_things_in_each_others_place_are_named():
     pair, prefix = ModelPair(model, model, None), prefill(model, ids)
     refused(lambda: handoff(pair, prefix, DirectMap()), match="a ModelPair given as the target")
     refused(lambda: handoff(prefix, model, DirectMap()), match="a PrefixCache given as the target")
+    for source in (5, pair, ids):
+        refused(lambda source=source: handoff(model, prefix, DirectMap(), source=source), match="source= ")
+    for place in (None, 5, "  "):
+        refused(lambda place=place: ModelPair.load(place, place), match="given as a model")
 
 
 def test_layers_that_share_memory_are_not_corrected_twice_in_place():

@@ -15,11 +15,14 @@ from notebook_runs import execute_all
 
 from kvlib.errors import KvlibError
 from kvlib.report import figures, prose, tables, wording
+from kvlib.report.agreement import read_raw_tables
 from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
+from kvlib.report.figures.slices import AXES
 from kvlib.report.palette import BASES, PATHS, SEQUENCE
 from kvlib.report.prose import making
 from kvlib.report.renderer import BookRenderer
+from kvlib.report.spoken import spoken
 from kvlib.study.profile import load_profile
 from kvlib.study.records import read_lines, read_table
 from kvlib.study.run import read_summary
@@ -51,7 +54,7 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
     prompts = read_table(run / "frozen_evaluation" / "prompts.parquet")
     return {
         "residual_error": figures.residual_error(read_table(run / "pair" / "layers.parquet")),
-        "slices": figures.slices(screening),
+        "slices": figures.slices(screening, read_table(run / "screening" / "validation.parquet")),
         "curves": figures.curves(read_table(run / "screening" / "curves.parquet"), screening),
         "grid": figures.grid(screening),
         "confirmation": figures.confirmation(records["confirmation"], screening),
@@ -61,6 +64,7 @@ def all_figures(run: Path, records: dict[str, dict]) -> dict[str, go.Figure]:
         "sorted_differences": figures.sorted_differences(prompts, "oracle"),
         "kl_by_step": figures.kl_by_step(read_table(run / "frozen_evaluation" / "steps.parquet")),
         "time_to_first_token": figures.time_to_first_token(latency),
+        "cold_ratio": figures.cold_ratio(read_table(run / "latency" / "raw.parquet")),
         "peak_memory": figures.peak_memory(read_table(run / "latency" / "memory.parquet")),
         "frontier": figures.frontier(final, latency),
         "moved_frontier": figures.moved_frontier(final, latency),
@@ -120,6 +124,67 @@ def test_prompt_text_cannot_break_out_of_its_hover(run, records):
     assert "<small>" not in text and "&lt;small&gt;" in text
 
 
+def test_hover_text_shows_quotation_marks_and_mode_names_as_they_are_read(run, records):
+    prompts = read_table(run / "frozen_evaluation" / "prompts.parquet")
+    said = figures.paired_prompts(prompts.assign(text='He said "it\'s <b>"'), "oracle").to_json()
+    assert "&quot;" not in said and "&#x27;" not in said and "&lt;b&gt;" in said
+    for name, figure in all_figures(run, records).items():
+        assert "&quot;" not in figure.to_json() and "&#x27;" not in figure.to_json(), name
+        assert not re.search(r"in_place|rope_stripped", str([t.customdata for t in figure.data])), name
+
+
+def test_the_front_chart_says_on_hover_on_what_it_rests_and_in_the_legend_what_open_markers_are(records):
+    figure = figures.frontier(records["frozen_evaluation"], records["latency"], 256)
+    said = {trace.name: trace.customdata[0][2] for trace in figure.data if trace.customdata}
+    prompts = records["frozen_evaluation"]["forcing"]["oracle"]["paths"]["learned"]["prompts"]
+    assert f"{prompts} prompts of 256 tokens" in said["learned correction"]
+    assert re.search(r"minus direct: −0\.\d+, 95 % −0\.\d+ to −0\.\d+ nats", said["learned correction"])
+    assert "minus direct" not in said["direct reuse"] and "±" in said["direct reuse"]
+    assert [t.name for t in figure.data if t.marker.symbol == "circle-open" and t.showlegend is None] == [
+        "open: cold"
+    ]
+    assert all(len(step.args[0]["x"]) == len(figure.data) for step in figure.layout.sliders[0].steps)
+
+
+def test_native_at_zero_is_spoken_and_drawn_as_zero(run, records):
+    figure = all_figures(run, records)["controls"]
+    assert "native prefill: native prefill, 0." in spoken(figure.to_dict())
+    at = next(trace.x[0] for trace in figure.data if trace.name == "native prefill")
+    axis = figure.layout.xaxis
+    assert dict(zip(axis.tickvals, axis.ticktext, strict=True))[at] == "0"
+    assert any(note.text == "//" for note in figure.layout.annotations)
+
+
+def test_every_cold_repetition_is_held_against_natives_median(run, records):
+    raw = read_table(run / "latency" / "raw.parquet")
+    figure = all_figures(run, records)["cold_ratio"]
+    cold = raw[(raw.path == "learned") & (raw.residency == "cold")]
+    medians = raw[raw.path == "native"].groupby("prefix_tokens").ms.median()
+    drawn = next(trace for trace in figure.data if trace.name == PATHS["learned"].label)
+    assert sorted(drawn.y) == pytest.approx(sorted(cold.ms / cold.prefix_tokens.map(medians)))
+    native = next(trace for trace in figure.data if trace.name == PATHS["native"].label)
+    assert len(native.y) == (raw.path == "native").sum()
+    assert len(tables.cold(raw)) == sum(len(trace.y) for trace in figure.data)
+
+
+def test_whiskers_of_the_slices_are_those_of_the_difference_from_the_centre(run, records):
+    screening, scores = records["screening"], read_table(run / "screening" / "validation.parquet")
+    figure = figures.slices(screening, scores)
+    wide = scores.pivot(index="prompt", columns="arm", values="kl32")
+    ids = screening["slices"]["rank"]["direct"]
+    centre = set.intersection(*(set(bases["direct"]) for bases in screening["slices"].values())).pop()
+    drawn = [t for t in figure.data if t.name == BASES["direct"].label][list(AXES).index("rank")]
+    expected = [0 if arm == centre else (wide[arm] - wide[centre]).sem() for arm in ids]
+    assert list(drawn.error_y.array) == pytest.approx(expected)
+
+
+def test_lines_join_only_settings_that_have_values_in_between(run, records):
+    figure = all_figures(run, records)["slices"]
+    modes = [trace.mode for trace in figure.data if trace.name == BASES["direct"].label]
+    joined = [axis for axis, mode in zip(AXES, modes, strict=True) if "lines" in mode]
+    assert joined == ["learning_rate", "rank", "warmup"]
+
+
 def test_the_wins_on_the_chart_are_those_of_the_statistics(run, records):
     wins = records["frozen_evaluation"]["forcing"]["oracle"]["paired"]["learned-direct"]["wins"]
     names = [trace.name for trace in all_figures(run, records)["sorted_differences"].data]
@@ -137,7 +202,7 @@ def test_an_empty_memory_table_and_missing_times_still_draw(changed):
     assert "does not overtake" in prose.latency_facts(changed["latency"])["cold_crossover"]
 
 
-def test_a_pair_from_the_hub_has_a_chapter_too(changed, tmp_path):
+def test_a_pair_from_the_hub_has_a_chapter_too(run, changed, tmp_path):
     changed["pair"]["pruning"] = None
     assert "nothing was pruned" in prose.pair_facts(changed["pair"])["source_made"]
     assert (
@@ -145,7 +210,9 @@ def test_a_pair_from_the_hub_has_a_chapter_too(changed, tmp_path):
         .layout.annotations[0]
         .text.startswith("the source")
     )
-    assert prose.front_facts(changed, 256)["source"] == changed["pair"]["source"]["name"]
+    assert (
+        prose.front_facts(changed, 256, read_raw_tables(run))["source"] == changed["pair"]["source"]["name"]
+    )
 
 
 def test_a_finalist_whose_training_broke_off_is_shown_as_such(changed):
@@ -259,24 +326,68 @@ def test_no_sentence_is_lost_when_one_forcing_was_not_run(changed):
     assert facts.keys() == whole and "was not run" in facts["text_learned_verdict"]
 
 
-def test_what_is_worse_than_the_study_is_called_worse(changed):
-    published = read_published()
-    learned = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]["learned"]
-    learned["kl32"]["mean"] = published["quality"]["learned"]["kl32"] * 2
-    table = compare(published, changed).set_index("what")
-    assert table.loc["KL32 of learned (nats per token)", "verdict"] == "worse"
+def test_what_is_worse_than_the_study_is_called_worse(run, changed):
+    published, raw = read_published(), read_raw_tables(run)
+    found = changed["frozen_evaluation"]["forcing"]["oracle"]
+    found["paired"]["learned-direct"]["relative"] = published["paired"]["learned-direct"]["relative"] / 2
+    table = compare(published, changed, raw).set_index("what")
+    assert table.loc["learned − direct relative to direct (share)", "verdict"] == "worse"
     assert table.loc["prompts on which learned is lower (share)", "study"] == 54 / 64
-    assert "worse: KL32 of learned" in summary_sentence(table.reset_index())
+    assert "worse than in the study: learned − direct relative to direct (−0.0477 against −0.0954)" in (
+        summary_sentence(table.reset_index())
+    )
+    found["paths"]["learned"]["kl32"]["mean"] = 9.0
     assert "the study has learned, direct and ridge" in ordering_sentence(changed["frozen_evaluation"])
 
 
-def test_what_equals_the_study_is_called_the_same(changed):
-    published = read_published()
-    paths = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]
-    for path, found in published["quality"].items():
-        paths[path]["kl32"]["mean"], paths[path]["top1"] = found["kl32"], found["top1"]
-    table = compare(published, changed).set_index("what").verdict
-    assert table["KL32 of ridge (nats per token)"] == table["top-1 agreement of direct (share)"] == "same"
+def test_absolute_figures_of_another_pair_are_listed_and_not_judged(run, changed):
+    found = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]
+    found["learned"]["kl32"]["mean"], found["learned"]["top1"] = 0.01, 0.99
+    table = compare(read_published(), changed, read_raw_tables(run)).set_index("what").verdict
+    assert table["KL32 of learned (nats per token)"] == table["top-1 agreement of learned (share)"] == ""
+
+
+def test_a_ratio_of_times_can_be_worse_than_the_studys_and_never_better(run, changed):
+    row, raw = "first token: native ÷ learned with the source cache resident (ratio)", read_raw_tables(run)
+    for ms, verdict in ((1.0, "another machine"), (1e6, "worse")):
+        for entry in changed["latency"]["rows"]:
+            if entry["path"] == "learned":
+                entry["p50_ms"] = ms
+        table = compare(read_published(), changed, raw)
+        assert table.set_index("what").verdict[row] == verdict
+        said = summary_sentence(table)
+        assert ("which is no merit of the map: first token" in said) == (verdict == "another machine")
+
+
+def test_what_is_not_distinguishable_from_zero_is_neither_better_nor_worse(run, records):
+    table = compare(read_published(), records, read_raw_tables(run))
+    row = "top-1 agreement: learned − direct (share)"
+    assert table.set_index("what").verdict[row] == "not distinguishable from zero"
+    assert "Not distinguishable from zero: top-1 agreement: learned − direct" in summary_sentence(table)
+
+
+def test_how_often_was_timed_and_which_features_were_frozen_stand_beside_the_studys(run, records):
+    table = compare(read_published(), records, read_raw_tables(run)).set_index("what")
+    assert table.loc["repetitions at the longest prefix, resident", "study"] == 50
+    assert table.loc["warm-ups at the longest prefix", "this run"] == records["latency"]["warmups"]["8192"]
+    assert "frozen arm: features" in table.index
+
+
+def test_what_the_freeze_turned_on_is_told(changed):
+    confirmation, screening = changed["confirmation"], changed["screening"]
+
+    def decided() -> str:
+        return prose.confirmation_facts(confirmation, screening)["decided"]
+
+    chosen, other = sorted(confirmation["arms"], key=lambda arm: arm["id"] != confirmation["frozen"]["arm"])
+    chosen["mean_kl32"], other["mean_kl32"] = 0.1, 0.5
+    assert "the lower mean decided" in decided()
+    other["mean_kl32"] = 0.1
+    assert "says nothing about which of them is better" in decided()
+    other["parameters"] *= 2
+    assert decided().endswith("fewer parameters decided.")
+    other["absorbable"] = False
+    assert "what attention can absorb decided" in decided()
 
 
 @pytest.mark.parametrize("name", CHAPTERS)

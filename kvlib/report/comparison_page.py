@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvlib.report.book import BOOK, build_pages, copy_plotly
+from kvlib.report.book import BOOK, build_pages
 from kvlib.report.figures import comparison as figures
 from kvlib.report.renderer import BookRenderer
 from kvlib.report.tables import to_html, unfold
@@ -37,7 +37,6 @@ def _fill(source: Path, runs: list[Run], found: Comparison, out: Path) -> None:
     source.mkdir(parents=True)
     shutil.copytree(BOOK / "_static", source / "_static")
     shutil.copy(BOOK / "references.bib", source)
-    copy_plotly(source)
     (source / "_toc.yml").write_text("format: jb-book\nroot: index\n")
     (source / "index.md").write_text(page(runs, found, out), encoding="utf-8")
 

@@ -29,10 +29,10 @@ TITLE_PX = 46  # of a chart's upper margin, given back when the title moves out 
 class BookRenderer(MimetypeRenderer):
     """HTML for the book and Plotly's own MIME type for JupyterLab, in one bundle.
 
-    MyST-NB drops Plotly's type (plotly.py#5365) and keeps the HTML. The page loads plotly.min.js once, so the
-    HTML carries data alone. The title leaves the chart and becomes a paragraph, which wraps on a narrow
-    screen. Each chart's id holds a counter as well as a hash: with a hash alone a figure shown twice leaves
-    one place blank.
+    MyST-NB drops Plotly's type (plotly.py#5365) and keeps the HTML, which carries data alone: charts.js draws,
+    so that the page is there before it and the first chart before the others. The title
+    leaves the chart and becomes a paragraph, which wraps on a narrow screen. Each chart's id holds a counter as well
+    as a hash: with a hash alone a figure shown twice leaves one place blank.
     """
 
     def __init__(self, script: str = ""):
@@ -56,15 +56,11 @@ class BookRenderer(MimetypeRenderer):
         described = spoken(figure)
         digest = hashlib.sha256(pio.to_json(fig_dict, validate=False).encode()).hexdigest()[:12]
         place = f"chart-{self.shown}-{digest}"
-        drawing = pio.to_html(
-            figure,
-            config=CONFIG,
-            full_html=False,
-            include_plotlyjs=False,
-            include_mathjax=False,
-            div_id=place,
-            validate=False,
-            default_height=f"{layout.get('height', 440)}px",
+        inside = json.dumps(figure | {"config": CONFIG}, separators=(",", ":"), ensure_ascii=False)
+        inside = inside.replace("<", "\\u003c")  # no text of a chart can end the element
+        drawing = (
+            f'<div id="{place}" class="plotly-graph-div" style="height:{layout.get("height", 440)}px"></div>'
+            f'<script type="application/json" class="kv-figure">{inside}</script>'
         )
         plain = html.escape(title.replace("<br>", " "))
         about = f'<p class="kv-spoken" id="about-{place}">{html.escape(described)}</p>' if described else ""

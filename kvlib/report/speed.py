@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
+
+from kvlib.report.palette import PATHS
 from kvlib.report.summaries import prefix_lengths, read_shipped
 
 TARGETS = Path(__file__).resolve().parents[2] / "data" / "targets.yaml"
@@ -136,3 +139,16 @@ def parts_of(latency: dict, tokens: int, path: str) -> dict[str, float]:
     """part -> ms of one breakdown; empty where none was made."""
     rows = [r for r in latency["breakdown"] if (r["prefix_tokens"], r["path"]) == (tokens, path)]
     return {row["part"]: row["ms"] for row in rows}
+
+
+def cold_ratios(raw: pd.DataFrame) -> pd.DataFrame:
+    """The table behind `cold_ratio`: native's repetitions and each cold one, by path and length, as shares of native's median."""
+    native = raw[raw.path == "native"].groupby("prefix_tokens").ms.agg(median="median", native_of="count")
+    cold = raw[(raw.residency == "cold") | (raw.path == "native")]
+    cold = cold[cold.path.isin(PATHS)].join(native, on="prefix_tokens", how="inner")
+    cold = cold.assign(ratio=cold.ms / cold["median"], repetition=cold.repetition + 1)
+    cold["of"] = cold.groupby(["path", "prefix_tokens"]).ms.transform("count")
+    order = {path: place for place, path in enumerate(PATHS)}
+    cold = cold.assign(place=cold.path.map(order)).sort_values(["place", "prefix_tokens", "repetition"])
+    columns = ["path", "prefix_tokens", "repetition", "of", "ms", "ratio", "native_of"]
+    return cold[columns].reset_index(drop=True)

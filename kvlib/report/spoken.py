@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 FEW = 7  # values of a series that are said one by one
+SAID = "said"  # in a trace's `meta`: what is said of it instead of its coordinates
 TAG = re.compile(r"<[^>]*>")
 
 
@@ -15,11 +16,15 @@ def spoken(figure: dict) -> str:
     layout = figure.get("layout", {})
     said = [f"{name} axis: {title}." for name in ("x", "y") if (title := _axis_title(layout, name))]
     groups: dict[str, list[tuple[list, list]]] = {}
+    instead: dict[str, str] = {}
     for trace in figure.get("data", []):
+        if isinstance(trace.get("meta"), dict) and SAID in trace["meta"]:
+            instead[trace["name"]] = trace["meta"][SAID]
         x, y = _values(trace.get("x")), _values(trace.get("y"))
         if trace.get("name") and trace.get("hoverinfo") != "skip" and any(v is not None for v in y):
             groups.setdefault(trace["name"], []).append((x, y))
-    return " ".join([*said, *(f"{_plain(name)}: {_series(parts)}." for name, parts in groups.items())])
+    series = (f"{_plain(name)}: {instead.get(name) or _series(parts)}." for name, parts in groups.items())
+    return " ".join([*said, *series])
 
 
 def _series(parts: list[tuple[list, list]]) -> str:

@@ -2,12 +2,14 @@
 
 from kvlib.report.figures.final import kl_by_path, kl_by_step, paired_prompts, sorted_differences
 from kvlib.report.figures.front import frontier
-from kvlib.report.figures.latency import peak_memory, time_to_first_token
+from kvlib.report.figures.latency import cold_ratio, peak_memory, time_to_first_token
+from kvlib.report.figures.slices import slices
 from kvlib.report.figures.speed import moved_frontier, step_parts
-from kvlib.report.figures.training import confirmation, curves, grid, residual_error, slices
+from kvlib.report.figures.training import confirmation, curves, grid, residual_error
 from kvlib.report.figures.trust import controls
 
 __all__ = [
+    "cold_ratio",
     "confirmation",
     "controls",
     "curves",

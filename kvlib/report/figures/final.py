@@ -246,6 +246,6 @@ def _wide(prompts: pd.DataFrame, forcing: str) -> tuple[pd.DataFrame, list[tuple
     about = []
     for prompt, article, text in zip(known.index, known.article, known.text, strict=True):
         end = " ".join(str(text).split())[-HOVER_CHARACTERS:]
-        lines = "<br>".join(html.escape(line) for line in textwrap.wrap("… " + end, 56))
-        about.append((f"prompt {prompt}: {html.escape(str(article))}", lines))
+        lines = "<br>".join(html.escape(line, quote=False) for line in textwrap.wrap("… " + end, 56))
+        about.append((f"prompt {prompt}: {html.escape(str(article), quote=False)}", lines))
     return wide, about

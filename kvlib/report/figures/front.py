@@ -2,7 +2,7 @@
 
 import plotly.graph_objects as go
 
-from kvlib.report.palette import PATHS, finish, log_axis
+from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
 from kvlib.report.summaries import headline, median_times, prefix_lengths
 
 SHOWN = ("native", "direct", "ridge", "learned")
@@ -10,11 +10,14 @@ HOVER = {"resident": "source cache resident", "cold": "the source's prefill coun
 COLD_SYMBOLS = {"direct": "circle-open", "ridge": "square-open", "learned": "triangle-up-open"}
 
 
-def frontier(final: dict, latency: dict) -> go.Figure:
+def frontier(final: dict, latency: dict, prefix_tokens: int | None = None) -> go.Figure:
     """KL32 against p50 time to first token; the slider moves the prefix length.
 
     KL32 was measured at one prefix length: moving the slider changes the times alone. Filled markers: the
     source cache is resident; open markers: the source's prefill is counted.
+
+    Args:
+        prefix_tokens: the length at which KL32 was measured, for the hover.
     """
     quality, lengths = headline(final), prefix_lengths(latency)
     series = [
@@ -36,7 +39,7 @@ def frontier(final: dict, latency: dict) -> go.Figure:
             mode="markers",
             name=f"{style.label}, cold" if cold else style.label,
             legendgroup=path,
-            showlegend=not cold,  # the caption says what open markers are
+            showlegend=not cold,  # one entry below says what open markers are
             error_y={"array": [kl["se"] or 0], "thickness": 1.2, "visible": path != "native" and not cold},
             marker={
                 **style.marker(15),
@@ -44,12 +47,26 @@ def frontier(final: dict, latency: dict) -> go.Figure:
                 "line": {"width": 2, "color": style.colour},
             },
             customdata=[
-                (quality["paths"][path]["top1"], "the reference" if path == "native" else HOVER[kind])
+                (
+                    quality["paths"][path]["top1"],
+                    "the reference" if path == "native" else HOVER[kind],
+                    _measured(quality, path, prefix_tokens),
+                )
             ],
             hovertemplate=f"<b>{style.label}</b>, %{{customdata[1]}}<br>first token after %{{x:,.1f}} ms<br>"
-            "KL32 %{y:.4f} nats<br>top-1 %{customdata[0]:.1%}<extra></extra>",
+            "KL32 %{y:.4f}%{customdata[2]}<br>top-1 %{customdata[0]:.1%}<extra></extra>",
         )
-    steps = {length: [[ms] for ms in points[length]] for length in lengths}
+    if any(kind == "cold" for _, kind in series):
+        figure.add_scatter(  # in the legend alone
+            x=[None],
+            y=[None],
+            mode="markers",
+            name="open: cold",
+            hoverinfo="skip",
+            marker={"symbol": "circle-open", "size": 11, "color": NEUTRAL, "line": {"width": 2}},
+        )
+    rest = [[None]] * (len(figure.data) - len(series))
+    steps = {length: [*([ms] for ms in points[length]), *rest] for length in lengths}
     figure.update_layout(sliders=[length_slider(steps)])
     known = [ms for row in points.values() for ms in row if ms]
     found = [quality["paths"][path]["kl32"] for path, _ in series]
@@ -64,6 +81,19 @@ def frontier(final: dict, latency: dict) -> go.Figure:
     figure.update_xaxes(**log_axis(known, pad=0.15))
     figure.update_yaxes(range=[-0.06 * highest, 1.12 * highest])
     return figure
+
+
+def _measured(quality: dict, path: str, prefix_tokens: int | None) -> str:
+    """What stands behind a mean on hover: its error, the prompts and their length, the interval against direct reuse."""
+    found = quality["paths"][path]
+    error = "" if path == "native" or not found["kl32"]["se"] else f" ± {found['kl32']['se']:.4f} (se)"
+    length = f" of {prefix_tokens:,} tokens" if prefix_tokens else ""
+    said = f"{error} nats<br>{found['prompts']:,} prompts{length}"
+    paired = quality["paired"].get(f"{path}-direct") or {}
+    if paired.get("ci95"):
+        low, high = (f"{end:+.4f}".replace("-", "−") for end in paired["ci95"])
+        said += f"<br>minus direct: {paired['mean']:+.4f}".replace("-", "−") + f", 95 % {low} to {high} nats"
+    return said
 
 
 def length_slider(steps: dict[int, list[list]]) -> dict:

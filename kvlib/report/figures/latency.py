@@ -5,6 +5,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
+from kvlib.report.speed import cold_ratios
+from kvlib.report.summaries import lengths_around
 from kvlib.report.wording import bytes_text
 
 RESIDENCY = {
@@ -43,7 +45,10 @@ def time_to_first_token(summary: dict) -> go.Figure:
                 showlegend=number == 1,
                 line=style.line(),
                 marker=style.marker(),
-                customdata=found[["repetitions", "mode"]].assign(p95=[_p95(v) for v in p95]),
+                customdata=[
+                    (row.repetitions, row.mode.replace("_", " "), _p95(row.p95_ms))
+                    for row in found.assign(p95_ms=p95).itertuples()
+                ],
                 error_y={
                     "array": (p95 - found.p50_ms).clip(lower=0).fillna(0),
                     "arrayminus": [0] * len(found),
@@ -70,6 +75,43 @@ def time_to_first_token(summary: dict) -> go.Figure:
     figure.update_yaxes(**log_axis(shown), title_text="TTFT (ms)")
     title = "Time to first token (ms, p50) against prefix length (tokens), logarithmic axes"
     return finish(figure, title, height=160 + 350 * len(kinds), legend_px=46)
+
+
+def cold_ratio(raw: pd.DataFrame) -> go.Figure:
+    """Every cold repetition over native's median at its length, and native's own repetitions beside them.
+
+    Args:
+        raw: one row per repetition, with "prefix_tokens", "path", "residency", "repetition", "ms".
+    """
+    figure, lengths = go.Figure(), sorted(raw.prefix_tokens.unique().tolist())
+    names = [f"{tokens:,}" for tokens in lengths]
+    for path, found in cold_ratios(raw).groupby("path", sort=False):
+        style = PATHS[path]
+        figure.add_scatter(
+            x=[f"{tokens:,}" for tokens in found.prefix_tokens],
+            y=found.ratio,
+            mode="markers",
+            name=style.label,
+            offsetgroup=path,
+            marker=style.marker(9, opacity=0.85),
+            customdata=found[["ms", "repetition", "of", "native_of"]],
+            hovertemplate=f"<b>{style.label}</b>, %{{x}} tokens<br>%{{y:.3f}} of native's median"
+            "<br>%{customdata[0]:,.1f} ms, repetition %{customdata[1]} of %{customdata[2]}"
+            "<br>native's median is of %{customdata[3]}<extra></extra>",
+        )
+    figure.update_layout(scattermode="group", scattergap=0.35)
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=names)
+    shown = [1.0, *(value for trace in figure.data for value in trace.y)]
+    figure.update_yaxes(
+        range=[min(shown) - 0.05, max(shown) + 0.05]
+    )  # grouped markers would have it begin at zero
+    figure.add_hline(y=1, line={"color": NEUTRAL, "dash": "dash", "width": 1.2})
+    return finish(
+        figure,
+        "Cold: each repetition's time to first token (ms) over native prefill's median at the same length",
+        x="prefix (tokens)",
+        y="÷ native's median",
+    )
 
 
 def _add_floor(figure: go.Figure, summary: dict, row: int) -> None:
@@ -99,7 +141,7 @@ def _crossover(summary: dict, kind: str) -> str:
     """Where the learned handoff overtakes native prefill, or that there is no such place."""
     found = summary["crossover"].get(kind) or {}
     if found.get("learned"):
-        return f"learned overtakes native near {found['learned']:,.0f} tokens"
+        return f"learned overtakes native between {lengths_around(summary, found['learned'])} tokens"
     if found.get("below"):
         shortest = min(r["prefix_tokens"] for r in summary["rows"])
         return f"learned is ahead of native from {shortest:,} tokens on"

@@ -9,15 +9,6 @@ from plotly.subplots import make_subplots
 from kvlib.report.palette import BASES, DASHES, KL_AXIS, MARKERS, NEUTRAL, PATHS, SEQUENCE, Style, finish
 
 FEATURES = {"own": "own head", "rms": "RMS-normalised", "rope_stripped": "RoPE-stripped"}
-SHORT_FEATURES = {"own": "own", "rms": "RMS", "rope_stripped": "no RoPE"}
-AXES = {
-    "learning_rate": "learning rate",
-    "rank": "rank",
-    "base": "base",
-    "warmup": "warm-up (steps)",
-    "residual": "residual",
-    "features": "features",
-}
 SMOOTHING_STEPS = 10
 
 
@@ -68,83 +59,6 @@ def residual_error(layers: pd.DataFrame) -> go.Figure:
         x="layer",
         y="share of the energy",
     )
-
-
-def slices(screening: dict) -> go.Figure:
-    """Controlled slices: validation KL32 against one setting at a time, for both bases."""
-    arms = {arm["id"]: arm for arm in screening["arms"]}
-    figure = make_subplots(
-        rows=3,
-        cols=2,
-        shared_yaxes="all",
-        horizontal_spacing=0.05,
-        vertical_spacing=0.115,
-        subplot_titles=list(AXES.values()),
-    )
-    figure.update_annotations(font_size=13)
-    for number, axis in enumerate(AXES):
-        place = {"row": number // 2 + 1, "col": number % 2 + 1}
-        categories: list[str] = []
-        for base, style in BASES.items():
-            found = _slice(screening, arms, axis, base)
-            names = [_axis_value(arm, axis) for arm in found]
-            categories += [name for name in names if name not in categories]
-            figure.add_scatter(
-                x=names,
-                y=[arm["kl32"] for arm in found],
-                error_y={"array": [arm["se"] for arm in found], "thickness": 1},
-                name=style.label,
-                legendgroup=base,
-                showlegend=number == 0,
-                mode="lines+markers",
-                marker=style.marker(),
-                line=style.line(1.5),
-                customdata=[(arm_label(arm), arm["top1"], arm["parameters"]) for arm in found],
-                hovertemplate="<b>%{customdata[0]}</b><br>KL32 %{y:.4f} nats<br>top-1 %{customdata[1]:.1%}"
-                "<br>%{customdata[2]:,} parameters<extra></extra>",
-                **place,
-            )
-        for name in ("direct", "ridge"):
-            style, level = PATHS[name], screening[name]["kl32"]
-            figure.add_scatter(
-                x=categories,
-                y=[level] * len(categories),
-                name=f"{style.label}, no residual",
-                legendgroup=f"plain {name}",
-                showlegend=number == 0,
-                mode="lines",
-                line={**style.line(1.5), "dash": "dot"},
-                hovertemplate=f"{style.label}, no residual<br>KL32 %{{y:.4f}} nats<extra></extra>",
-                **place,
-            )
-        edges = [-0.4, max(len(categories), 1) - 0.6]
-        figure.update_xaxes(
-            type="category", categoryorder="array", categoryarray=categories, range=edges, **place
-        )
-    figure.update_yaxes(col=1, title_text="KL32 (nats)")
-    return finish(
-        figure,
-        "Screening: validation KL32 (nats per token) against one setting at a time",
-        height=820,
-        legend_px=30,
-    )
-
-
-def _slice(screening: dict, arms: dict, axis: str, base: str) -> list[dict]:
-    if axis == "base":  # the two centres: the first arm that every slice of a base shares
-        every = [set(ids[base]) for ids in screening["slices"].values() if base in ids]
-        ids = [i for i in arms if every and i in set.intersection(*every)]
-    else:
-        ids = (screening["slices"].get(axis) or screening["slices"].get(f"{axis}_steps") or {}).get(base, [])
-    return [arms[i] for i in ids if i in arms and arms[i]["kl32"] is not None]
-
-
-def _axis_value(arm: dict, axis: str) -> str:
-    if axis == "learning_rate":
-        return f"{arm['learning_rate']:g}"
-    if axis == "warmup":
-        return str(arm["warmup_steps"])
-    return SHORT_FEATURES[arm["features"]] if axis == "features" else str(arm[axis])
 
 
 def curves(table: pd.DataFrame, screening: dict) -> go.Figure:

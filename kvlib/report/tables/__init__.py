@@ -15,8 +15,28 @@ from kvlib.report.tables.making import (
     texts,
 )
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
-from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
-from kvlib.report.tables.speed import floor, left_out, modes, moved_frontier, pipeline, step_parts, targets
+from kvlib.report.tables.results import (
+    first_tokens,
+    frontier,
+    headline,
+    latency,
+    memory,
+    paired,
+    paths,
+    prompts,
+    steps,
+    top1,
+)
+from kvlib.report.tables.speed import (
+    cold,
+    floor,
+    left_out,
+    modes,
+    moved_frontier,
+    pipeline,
+    step_parts,
+    targets,
+)
 from kvlib.report.tables.trust import (
     agreement,
     attacked,
@@ -24,6 +44,7 @@ from kvlib.report.tables.trust import (
     controls,
     decision,
     first_step,
+    first_step_paired,
     gates,
     noise,
     worst,
@@ -35,6 +56,7 @@ __all__ = [
     "attacked",
     "cell_text",
     "checks",
+    "cold",
     "colophon",
     "confirmation",
     "controls",
@@ -42,6 +64,8 @@ __all__ = [
     "decision",
     "durations",
     "first_step",
+    "first_step_paired",
+    "first_tokens",
     "floor",
     "frontier",
     "gate",
@@ -75,6 +99,7 @@ __all__ = [
     "targets",
     "texts",
     "to_html",
+    "top1",
     "unfold",
     "worst",
 ]

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from kvlib.report.palette import PATHS, path_label
-from kvlib.report.speed import Target, floor_of, mode_of, ratio_at, row_of, share, way_of
+from kvlib.report.speed import Target, cold_ratios, floor_of, mode_of, ratio_at, row_of, share, way_of
 from kvlib.report.summaries import headline, prefix_lengths
 
 MIB = 2**20
@@ -12,6 +12,20 @@ MIB = 2**20
 def _table(rows: list[dict], columns: list[str] | None = None) -> pd.DataFrame:
     """Absent values as None, so that cells show a dash and whole numbers stay whole."""
     return pd.DataFrame(rows, columns=columns).astype(object).pipe(lambda t: t.where(t.notna(), None))
+
+
+def cold(raw: pd.DataFrame) -> pd.DataFrame:
+    """Every cold repetition, and native's own, over native's median at its length."""
+    found = cold_ratios(raw)
+    names = {
+        "path": "path",
+        "prefix_tokens": "prefix (tokens)",
+        "repetition": "repetition",
+        "ms": "time (ms)",
+        "ratio": "÷ native's median",
+        "native_of": "native's repetitions",
+    }
+    return found.assign(path=found.path.map(path_label))[list(names)].rename(columns=names)
 
 
 def _peak(row: dict | None) -> float | None:
@@ -63,7 +77,11 @@ def modes(latency: dict) -> pd.DataFrame:
                     "peak extra memory (MiB)": _peak(row),
                     "repetitions": row["repetitions"],
                 }
-                | ({"compile time (s)": row.get("compile_seconds")} if compile_known else {})
+                | (
+                    {"compiled, or found compiled, in (s)": row.get("compile_seconds")}
+                    if compile_known
+                    else {}
+                )
             )
     return _table(rows)
 
