@@ -82,7 +82,7 @@ def cases(model, runner: Runner) -> dict:
         "scoring a handoff": (
             lambda: path_divergence(model, prefix, DirectMap(), forced),
             runner.forced(B, T, S, per_head=0) + runner.head(B * S),
-            memory.scoring(runner, B, T, S, copies=0),
+            memory.scoring(runner, B, T, S, copies=0, on_cpu=True),
         ),
     }
 

@@ -7,6 +7,7 @@ stream and its norm, and either the MLP's gate, up and product or the attention'
 
 from dataclasses import dataclass
 
+from kvlib.divergence import ROWS_AT_ONCE
 from kvlib.study.plan.operations import Runner
 from kvlib.study.plan.shapes import SIZES
 from kvlib.training import KL_ROWS
@@ -52,10 +53,12 @@ def forced_activations(runner: Runner, batch: int, cached: int, steps: int) -> f
     return max(prefill_activations(runner, batch, steps), scores + beside)
 
 
-def divergence_logits(runner: Runner, batch: int, steps: int) -> float:
-    """Of `kvlib.divergence.divergence`: both logits, both as log-probabilities in float32, and three terms of the sum."""
-    wide = max(runner.size, FLOAT32)
-    return batch * steps * runner.shape.vocabulary * (2 * runner.size + 5 * wide)
+def divergence_logits(runner: Runner, batch: int, steps: int, on_cpu: bool) -> float:
+    """Of `kvlib.divergence.divergence`: both logits; and both as log-probabilities in float32 with three terms of the sum, of
+    all rows at once on a card, of a few on a processor."""
+    rows, wide = batch * steps, max(runner.size, FLOAT32)
+    at_once = min(rows, ROWS_AT_ONCE) if on_cpu else rows
+    return runner.shape.vocabulary * (rows * 2 * runner.size + at_once * 5 * wide)
 
 
 def prefill(runner: Runner, batch: int, tokens: int, *, hidden: bool = False) -> Peak:
@@ -124,13 +127,15 @@ def training(
     )
 
 
-def scoring(runner: Runner, batch: int, cached: int, steps: int, *, copies: int = 2) -> Peak:
+def scoring(
+    runner: Runner, batch: int, cached: int, steps: int, *, copies: int = 2, on_cpu: bool = False
+) -> Peak:
     """A path over one batch of stored prompts, the new positions' own keys and values beside the prefix.
 
     copies: of the prefix, an in-place map's own among them.
     """
     activations = forced_activations(runner, batch, cached, steps)
-    logits = divergence_logits(runner, batch, steps)  # by then the activations are gone
+    logits = divergence_logits(runner, batch, steps, on_cpu)  # by then the activations are gone
     return Peak(
         "scoring",
         runner.shape.weight_bytes(runner.dtype),

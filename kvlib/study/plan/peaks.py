@@ -90,7 +90,9 @@ def _training_peaks(bench: Bench) -> list[Peak]:
         ),
         key=lambda peak: peak.total,
     )  # fmt: skip
-    scoring = memory.scoring(bench.runner("target"), batch, bench.cached, prompt.forced_steps)
+    scoring = memory.scoring(
+        bench.runner("target"), batch, bench.cached, prompt.forced_steps, on_cpu=bench.on_cpu
+    )
     beside = bench.target.weight_bytes(profile.pair.dtype) if bench.is_mixed else 0
     kept = target.shape.head * FLOAT32 + (target.shape.weight_bytes(dtype) if bench.is_mixed else 0)
     return [
@@ -107,7 +109,7 @@ def _final_peaks(bench: Bench) -> list[Peak]:
     low = bench.target.weight_bytes(bench.training_dtype) if bench.is_mixed else 0
     kinds = len({kind for kind, _, _ in CONTROLS.values()})
     controls = memory.scoring(
-        target, batch, bench.cached, steps, copies=kinds + 3
+        target, batch, bench.cached, steps, copies=kinds + 3, on_cpu=bench.on_cpu
     )  # native's two, and one to correct
     return [
         replace(memory.prefill(bench.runner("source"), batch, bench.cached), phase="final prompts, source"),
