@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvlib.commands.clean import clean
-from kvlib.commands.compare import BookArgument, build_page, compare, open_existing
+from kvlib.commands.compare import BookArgument, build_page, compare, open_existing, say_out_of_date
 from kvlib.commands.pdf import pdf
 from kvlib.commands.watch import watch
 from kvlib.errors import KvlibError
@@ -185,6 +185,7 @@ def book(runs: BookArgument) -> None:
         build_page(opened, compare_runs(opened))
     else:
         with run_lock(existing_run(runs[0])):
+            say_out_of_date(runs[0])
             _build(runs[0])
 
 

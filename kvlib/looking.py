@@ -79,14 +79,14 @@ def status(run: RunArgument) -> None:
         if one.state != DONE and one.seconds is None and (other := same_elsewhere(opened, one.stage)):
             took = f"about {duration(other[1])}, as in run {other[0]}"
         rows.append((name, one.state, took, pages.pop(name, "none")))
-        reasons += [f"{name}: {one.why}"] if one.why else []
+        reasons += [f"{one.state}: {name}: {one.why}"] if one.why else []
     rows += [(name, "", "", state) for name, state in pages.items()]
     typer.echo(f"run {run} of profile {opened.profile.name}, {activity(run, folder)}")
     if opened.overrides:
         typer.echo("parameters: " + ", ".join(f"{key} = {value}" for key, value in opened.overrides.items()))
     table(("notebook", "state", "time", "page"), rows)
     for reason in reasons:
-        typer.echo(f"out of date: {reason}")
+        typer.echo(reason)
     left = [NOTEBOOKS[one.stage] for one in found if one.state != DONE]
     spent = sum(one.seconds or 0.0 for one in found if one.state == DONE)
     typer.echo(

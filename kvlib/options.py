@@ -6,7 +6,15 @@ from typing import Annotated
 import typer
 
 from kvlib.errors import KvlibError, suggestion
-from kvlib.study.names import extra_scripts, home, profile_names, run_folder, script_of, scripts
+from kvlib.study.names import (
+    check_run_name,
+    extra_scripts,
+    home,
+    profile_names,
+    run_folder,
+    script_of,
+    scripts,
+)
 from kvlib.study.parameter_names import parameter_meanings
 from kvlib.terminal import VALUE_WANTED
 
@@ -137,9 +145,7 @@ def profile_of(run: str | None) -> str | None:
 
 
 def run_folder_of(run: str) -> Path:
-    if not run or run != Path(run).name or run.startswith("."):
-        raise KvlibError(f"run name {run!r} given, expected a plain folder name such as 'laptop'")
-    return run_folder(run)
+    return run_folder(check_run_name(run, home() / "results"))
 
 
 def existing_run(run: str) -> Path:

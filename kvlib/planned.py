@@ -69,7 +69,7 @@ def plan(
     if run is not None:
         run_folder_of(run)  # a name that no run can have
     pairs = [pair.split("=", 1) for pair in parameter or []]
-    overrides = {key: parse_value(text) for key, text in pairs}
+    overrides = {key: parse_value(text, name=key) for key, text in pairs}
     made = plan_run(profile, lambda settings: device_for(settings, device), run=run, overrides=overrides)
     typer.echo(f"profile {made.profile.name} on {made.device.name} ({made.device.source})")
     table(STAGE_COLUMNS, stage_rows(made))

@@ -43,7 +43,7 @@ glue_facts(confirmation_facts(confirmation, screening))
 # %% tags=["hide-input"]
 show(
     figures.confirmation(confirmation, screening),
-    "Every marker is one training run. The ring marks the frozen one: the median seed of the better arm, not"
+    "Every marker is one training run. The ring marks the frozen one: the median seed of the arm that was frozen, not"
     " its luckiest. The dashed line is direct reuse on the same prompts.",
     tables.confirmation(confirmation),
     "confirmation/summary.json",
@@ -54,7 +54,7 @@ show(
 #
 # {glue:text}`frozen`
 #
-# {glue:text}`why`
+# {glue:text}`why` {glue:text}`decided`
 #
 # The {term}`manifest` holds this choice, the rule that made it, the hashes of the weights, of every partition and
 # of the code, the fingerprints of both models and the versions of the packages. Its own hash begins with

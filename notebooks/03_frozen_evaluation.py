@@ -22,7 +22,7 @@ batch_prompts = None  # type: int prompts per batch; a finished batch is never r
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
 from kvlib.report.explorer import explorer
-from kvlib.report.prose import final_facts, step_facts
+from kvlib.report.prose import final_facts, step_facts, top1_sentence
 from kvlib.report.renderer import glue_facts, glue_html, show, show_table, use_book_renderer
 from kvlib.report.summaries import main_forcing
 from kvlib.study.records import read_table
@@ -38,7 +38,7 @@ prompt = study.profile.prompt
 glue_facts(final_facts(final) | {"prefix": f"{prompt.prefix_tokens}", "steps": f"{prompt.forced_steps}"})
 prompts = read_table(study.folder / "frozen_evaluation" / "prompts.parquet")
 steps = read_table(study.folder / "frozen_evaluation" / "steps.parquet")
-glue_facts(step_facts(steps))
+glue_facts(step_facts(steps) | {"top1": top1_sentence(final, prompts)})
 glue_html(
     "explorer", explorer(prompts, steps), "frozen_evaluation/steps.parquet, frozen_evaluation/prompts.parquet"
 )
@@ -66,6 +66,16 @@ show(
     " zero by definition.",
     tables.paths(final),
     "frozen_evaluation/summary.json",
+)
+
+# %% [markdown]
+# {glue:text}`top1`
+
+# %% tags=["hide-input"]
+show_table(
+    tables.top1(prompts, list(final["forcing"])),
+    "The share of steps at which the most likely token is native's, path minus direct reuse, each prompt its own control.",
+    "frozen_evaluation/prompts.parquet",
 )
 
 # %% [markdown]

@@ -18,6 +18,7 @@ results = "results"  # where the runs live
 
 # %% tags=["hide-input"]
 from kvlib.report import figures, tables
+from kvlib.report.agreement import read_raw_tables
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.headline import tiles
 from kvlib.report.prose import colophon_facts, difference_facts, front_facts
@@ -38,7 +39,8 @@ study = open_run(profile, run, results=results)
 stages = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
 records = {stage: read_summary(study.stage(stage)) for stage in stages}
 published = read_published()
-comparison = compare(published, records)
+raw = read_raw_tables(study.folder)
+comparison = compare(published, records, raw)
 
 # %% tags=["remove-cell"]
 glue_facts(
@@ -54,10 +56,11 @@ glue_facts(difference_facts(published, records))
 # %% tags=["hide-input"]
 show_table(
     comparison,
-    "“Better” names the direction that is good, where there is one. Settings have none: they are listed so "
-    "that a"
-    " difference in outcome can be read beside the differences in what was done.",
-    "frozen_evaluation/summary.json, latency/summary.json, data/published.yaml",
+    "“Good” names the direction that is good of a ratio or a share within one run; only these are judged. Absolute"
+    " figures of another pair on another text, times and settings are listed, so that a difference in outcome can be"
+    " read beside the differences in what was done.",
+    "frozen_evaluation/summary.json, frozen_evaluation/prompts.parquet, latency/summary.json, latency/raw.parquet,"
+    " data/published.yaml",
 )
 
 # %% [markdown]
@@ -68,28 +71,31 @@ show_table(
 #   may be another.
 # - **The machine.** {glue:text}`the_machine` A GPU is limited by launches at short prefixes and by bandwidth at long ones; a
 #   processor with few cores is limited by arithmetic almost from the start. Native prefill is all arithmetic,
-#   so it becomes the slow path at shorter prefixes. That is why ratios are judged here and times are not.
+#   so it becomes the slow path at shorter prefixes. That is why times are only listed, and why a ratio of
+#   times that is larger than the study's praises the machine's slowness as much as the handoff.
 # - **Another way to apply the map.** A corrected cache that is written out costs time in proportion to the
 #   prefix, and the study's figures look like that. Here a correction that is affine in a head's own vector
 #   is absorbed into the attention, and what it adds to direct reuse hardly grows with the prefix; any other
 #   is written into the cache, as in the study. {glue:text}`learned_mode`
-#   A row that looks better than the study's for this reason is a better implementation, not a better map.
+#   A ratio of times that comes out better than the study's for this reason is a better implementation, not a better map.
 # - **Repetitions.** A run with fewer of them than the study has less certain figures; the chapters say how many
 #   there were.
 
 # %% tags=["remove-cell"]
-glue_facts(front_facts(records, prefix_tokens=study.profile.prompt.prefix_tokens))
+prefix_tokens = study.profile.prompt.prefix_tokens
+glue_facts(front_facts(records, prefix_tokens, raw))
 glue_chart(
     "frontier",
     figures.frontier(records["frozen_evaluation"], records["latency"], study.profile.prompt.prefix_tokens),
     "Lower is closer to native, further left is sooner. Filled markers: the source's cache is already there; open markers:"
-    " the source's own prefill counts too. Fidelity was measured at one prefix length, so the slider moves the times alone."
-    " Whiskers are standard errors.",
+    f" the source's own prefill counts too. Fidelity was measured at {prefix_tokens:,} tokens only, as a mean over all forced steps,"
+    " so the slider moves the times alone; at the first token, which is what is timed, fidelity is another figure. Whiskers are"
+    " standard errors.",
     tables.frontier(records["frozen_evaluation"], records["latency"]),
     "frozen_evaluation/summary.json, latency/summary.json",
 )
-glue_html("tiles", tiles(records["frozen_evaluation"], records["latency"]))
-glue_tables({"headline": tables.headline(records["frozen_evaluation"], records["latency"])})
+glue_html("tiles", tiles(records["frozen_evaluation"], records["latency"], raw.latency, prefix_tokens))
+glue_tables({"headline": tables.headline(records["frozen_evaluation"], records["latency"], raw.prompts)})
 
 # %% tags=["remove-cell"]
 ledger = read_lines(study.folder / "frozen_evaluation" / "ledger.jsonl")

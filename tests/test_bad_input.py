@@ -233,7 +233,10 @@ def test_a_home_that_cannot_be_written_or_is_in_use_is_one_sentence(kvlib, tmp_p
         fails(kvlib("run", "--profile", "smoke"), "is in use by another process: wait for it to end")
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("KVLIB_HOME", str(tmp_path / "file"))
-    fails(kvlib("run", "--profile", "smoke"), "cannot be used (Not a directory): choose a writable folder")
+    fails(
+        kvlib("run", "--profile", "smoke"),
+        "cannot be used (Not a directory), expected a folder that can be written",
+    )
 
 
 def test_a_damaged_summary_is_named_by_the_commands_that_read_it(kvlib, tmp_path):

@@ -1,13 +1,15 @@
 """`clean` removes what can be made again and never a record; `--stale` what belongs to other settings."""
 
 import json
+import re
 import shutil
 
 import pytest
 import typer
 
+from kvlib.study import cleaning
 from kvlib.study.cleaning import caches, pages, stale
-from kvlib.study.records import read_record, run_lock, write_json
+from kvlib.study.records import read_record, remove, run_lock, write_json
 from kvlib.study.run import Run, read_summary
 from tests.test_status import finish, open_run
 
@@ -73,6 +75,41 @@ def test_the_command_shows_sizes_removes_and_keeps_every_record(run, kvlib):
         (run.folder / name).exists() for name in (*KEPT, "frozen_evaluation/work-1/steps-0000.parquet")
     )
     assert kvlib("clean", "mine", "--yes")[1].startswith("nothing to remove")
+
+
+def test_what_kvlib_did_not_make_stays(run, kvlib):
+    own = [
+        run.folder / name
+        for name in ("my-thesis.pdf", "book.notes.md", "notebooks/mine.ipynb", "notebook.md")
+    ]
+    for path in (*own, run.folder / "book.pdf"):
+        path.write_bytes(b"x")
+    assert kvlib("clean", "mine", "--yes")[0] == 0
+    assert all(path.exists() for path in own)
+    assert not (run.folder / "book.pdf").exists()
+
+
+def test_of_a_link_the_link_goes_and_what_it_leads_to_stays(run, kvlib, tmp_path):
+    shutil.move(run.folder / "book", tmp_path / "elsewhere")
+    (run.folder / "book").symlink_to(tmp_path / "elsewhere")
+    status, out, _ = kvlib("clean", "mine", "--yes")
+    assert status == 0 and re.search(r"^book +0 bytes", out, re.MULTILINE)
+    assert not (run.folder / "book").is_symlink()
+    assert (tmp_path / "elsewhere" / "index.html").exists()
+
+
+def test_what_could_not_be_removed_is_named(run, kvlib, monkeypatch):
+    def kept(path):
+        if path.name == "book.json":
+            raise PermissionError(13, "Permission denied")
+        if path.name != "book":
+            remove(path)
+
+    monkeypatch.setattr(cleaning, "remove", kept)
+    status, _, err = kvlib("clean", "mine", "--yes")
+    assert status == 2 and "removed:" not in err
+    assert f"2 of 7 could not be removed ({run.folder / 'book'}, {run.folder / 'book.json'})" in err
+    assert not (run.folder / "screening" / "windows-old").exists()
 
 
 def test_only_caches_leaves_the_pages(run, kvlib):

@@ -146,6 +146,13 @@ def test_notebooks_keep_their_tags_on_the_way_out(kvlib, tmp_path):
         ("[oracle, text]", "any", ["oracle", "text"]),
         ("laptop", "any", "laptop"),
         ("2026", "str", "2026"),
+        ("1:30", "int", "1:30"),  # YAML 1.1 read 90
+        ("010", "int", "010"),  # and 8
+        ("0x10", "int", "0x10"),
+        ("1_000", "int", "1_000"),
+        ("2024-01-01", "any", "2024-01-01"),
+        ("yes", "bool", "yes"),
+        ("[.5, +3, True, ~, 08]", "any", [0.5, 3, True, None, "08"]),
     ],
 )
 def test_values_mean_what_they_look_like(text, kind, value):

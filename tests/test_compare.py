@@ -78,6 +78,17 @@ def test_runs_on_the_same_prompts_are_paired(home):
     assert value(found, PAIRED, "oracle: direct, KL32 minus first's, mean (nats)")[1] == 0
 
 
+def test_of_a_copy_nothing_prompt_by_prompt_differs(home):
+    shutil.copytree(home / "results" / "first", home / "results" / "copy")
+    rows = compare_runs(opened(home, "first", "copy")).groups()[PAIRED]
+    assert rows and not any(row.differs for row in rows)
+    changed = compare_runs(opened(home, "first", "second")).groups()[PAIRED]
+    assert {row.what.partition(",")[0] for row in changed if row.differs} == {
+        "oracle: learned",
+        "text: learned",
+    }
+
+
 def test_runs_on_other_prompts_are_not_paired_and_the_reason_is_said(home):
     path = home / "results" / "second" / "pair" / "summary.json"
     record = {key: entry for key, entry in read_record(path).items() if key != "seal"}

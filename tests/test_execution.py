@@ -93,9 +93,18 @@ def test_a_users_mistake_in_a_cell_comes_out_as_its_sentence(script):
         run_notebook(path, "smoke", "mine", {})
 
 
-def test_a_kernel_that_dies_is_said_to_have_died(script):
+def test_a_kernel_that_dies_is_said_to_have_died(script, caplog, capfd):
     path = script("import os\nos._exit(9)")
-    with pytest.raises(NotebookError, match="the process that ran 00_test.py died"):
+    with pytest.raises(
+        NotebookError, match="00_test.py died, most often for want of memory: free some memory"
+    ):
+        run_notebook(path, "smoke", "mine", {})
+    assert "Kernel died" not in caplog.text + "".join(capfd.readouterr())
+
+
+def test_its_last_words_are_those_of_the_notebook_not_of_every_kernel(script):
+    path = script("import os\nos.write(2, b'out of memory in add_one\\n')\nos._exit(9)")
+    with pytest.raises(NotebookError, match=r"\(its last words: out of memory in add_one\)"):
         run_notebook(path, "smoke", "mine", {})
 
 

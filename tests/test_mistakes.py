@@ -1,10 +1,12 @@
 """Every mistake on the command line is one sentence and exit status 2, said before anything starts, and leaves nothing."""
 
+import shutil
+
 import pytest
 
 from kvlib import cli
 from kvlib.errors import KvlibError
-from kvlib.study import execution
+from kvlib.study import execution, names
 from kvlib.study.run import Run
 
 
@@ -66,6 +68,15 @@ def test_no_command_at_all_is_answered_with_the_help(kvlib):
         (["-p", "arms", "[direct-linear-own-r8-lr0.003-w5]"], "did you mean 'direct-linear-own-r8-lr0.003-w4'?"),
         (["-p", "repetitions", "[3]"], "latency.repetitions has 1 entries, expected 3"),
         (["-p", "forcings", "[orcale]"], "evaluation.forcings.0 is 'orcale', expected 'oracle' or 'text'"),
+        (["-p", "steps", "1:30"], "parameter steps of 01_screening is '1:30', expected a whole number such as 40"),
+        (["-p", "steps", "010"], "parameter steps of 01_screening is '010', expected a whole number"),
+        (["-p", "steps", ""], "parameter steps is '', expected a whole number such as 40: correct the value"),
+        (["-p", "steps="], "parameter steps is '', expected a whole number"),
+        (["-p", "steps", "# none"], "parameter steps is '# none', expected a whole number"),
+        (["-p", "arms", "[" * 3000], "expected a list of texts such as [first, second]"),
+        (["-p", "arms", "ünï"], "arms of 01_screening is 'ünï', expected a list of texts such as [first, second]"),
+        (["-p", "seed", str(2**70)], "seed is 1180591620717411303424, expected a value less than or equal to"),
+        (["-p", "seeds", "[-1, 2, 3]"], "confirmation.seeds.0 is -1, expected a value greater than or equal to 0"),
         (["-p", "seed", "[]"], "parameter seed of 00_pair is [], expected a whole number such as 40"),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
@@ -119,3 +130,40 @@ def test_a_stage_whose_predecessor_is_missing_names_the_command(kvlib):
     status, _, err = kvlib("run", "01_screening", "--profile", "smoke")
     assert status == 2
     assert "python -m kvlib run 00_pair --profile smoke --run smoke" in err
+
+
+@pytest.mark.parametrize(
+    "name", [" ", "new\nline", "a b", "-x", "\udcff", "é", "a" * 101, "a/b", ".hidden", "x;y"]
+)
+def test_a_run_takes_only_a_name_that_any_file_system_and_shell_takes(kvlib, tmp_path, name):
+    for command in (["run", "--profile", "smoke", "--run", name], ["status", "--", name]):
+        status, out, err = kvlib(*command)
+        assert status == 2 and not out and err.count("\n") == 1
+        assert "expected a plain folder name such as 'laptop': letters, digits" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_there_keeps_a_name_that_no_new_one_would_get(kvlib, tmp_path):
+    made = Run.open("smoke", "mine", results=tmp_path / "results")
+    made.folder.rename(tmp_path / "results" / "my run")
+    assert kvlib("status", "my run")[0] == 0
+    assert kvlib("clean", "my run", "--yes")[0] == 0
+
+
+def test_a_file_in_the_place_of_a_run_is_said_to_be_one(kvlib, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "mine").write_text("a note")
+    status, _, err = kvlib("run", "--profile", "smoke", "--run", "mine")
+    assert status == 2
+    assert "is a file, expected a run's folder or a name that is free: choose another" in err
+
+
+def test_a_script_that_is_no_python_is_named_with_its_line(kvlib, tmp_path, monkeypatch):
+    shutil.copytree(names.SCRIPTS, tmp_path / "notebooks")
+    monkeypatch.setattr(names, "SCRIPTS", tmp_path / "notebooks")
+    script = tmp_path / "notebooks" / "04_latency.py"
+    lines = len(script.read_text().splitlines())
+    script.write_text(script.read_text() + "x = (\n")
+    status, _, err = kvlib("params", "04_latency", "--profile", "smoke")
+    assert status == 2 and err.count("\n") == 1
+    assert f"notebook script {script}, line {lines + 1} is no Python ('(' was never closed)" in err

@@ -68,6 +68,17 @@ def test_without_a_browser_it_is_one_sentence(monkeypatch, tmp_path):
         printing.build_pdf(tmp_path / "run")
 
 
+def test_a_place_that_takes_no_file_is_one_sentence_before_anything_is_built(monkeypatch, tmp_path):
+    monkeypatch.setattr(printing, "find_browser", lambda: "browser")
+    monkeypatch.setattr(printing, "build_pages", None)  # may not be reached
+    with pytest.raises(KvlibError, match=f"{tmp_path} is a folder, expected a PDF file's name"):
+        printing.build_pdf(tmp_path / "run", out=tmp_path)
+    for place in ("/proc/x.pdf", tmp_path / "file" / "x.pdf"):
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(KvlibError, match=f"{place} could not be written"):
+            printing.build_pdf(tmp_path / "run", out=place)
+
+
 def test_a_browser_that_prints_nothing_is_one_sentence(tmp_path):
     browser = tmp_path / "browser"
     browser.write_text("#!/bin/sh\necho 'no paper' >&2\nexit 3\n")

@@ -15,6 +15,7 @@ from notebook_runs import execute_all
 
 from kvlib.errors import KvlibError
 from kvlib.report import figures, prose, tables, wording
+from kvlib.report.agreement import read_raw_tables
 from kvlib.report.book import CHAPTERS, build_book
 from kvlib.report.comparison import compare, ordering_sentence, read_published, summary_sentence
 from kvlib.report.figures.slices import AXES
@@ -201,7 +202,7 @@ def test_an_empty_memory_table_and_missing_times_still_draw(changed):
     assert "does not overtake" in prose.latency_facts(changed["latency"])["cold_crossover"]
 
 
-def test_a_pair_from_the_hub_has_a_chapter_too(changed, tmp_path):
+def test_a_pair_from_the_hub_has_a_chapter_too(run, changed, tmp_path):
     changed["pair"]["pruning"] = None
     assert "nothing was pruned" in prose.pair_facts(changed["pair"])["source_made"]
     assert (
@@ -209,7 +210,9 @@ def test_a_pair_from_the_hub_has_a_chapter_too(changed, tmp_path):
         .layout.annotations[0]
         .text.startswith("the source")
     )
-    assert prose.front_facts(changed, 256)["source"] == changed["pair"]["source"]["name"]
+    assert (
+        prose.front_facts(changed, 256, read_raw_tables(run))["source"] == changed["pair"]["source"]["name"]
+    )
 
 
 def test_a_finalist_whose_training_broke_off_is_shown_as_such(changed):
@@ -323,24 +326,68 @@ def test_no_sentence_is_lost_when_one_forcing_was_not_run(changed):
     assert facts.keys() == whole and "was not run" in facts["text_learned_verdict"]
 
 
-def test_what_is_worse_than_the_study_is_called_worse(changed):
-    published = read_published()
-    learned = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]["learned"]
-    learned["kl32"]["mean"] = published["quality"]["learned"]["kl32"] * 2
-    table = compare(published, changed).set_index("what")
-    assert table.loc["KL32 of learned (nats per token)", "verdict"] == "worse"
+def test_what_is_worse_than_the_study_is_called_worse(run, changed):
+    published, raw = read_published(), read_raw_tables(run)
+    found = changed["frozen_evaluation"]["forcing"]["oracle"]
+    found["paired"]["learned-direct"]["relative"] = published["paired"]["learned-direct"]["relative"] / 2
+    table = compare(published, changed, raw).set_index("what")
+    assert table.loc["learned − direct relative to direct (share)", "verdict"] == "worse"
     assert table.loc["prompts on which learned is lower (share)", "study"] == 54 / 64
-    assert "worse: KL32 of learned" in summary_sentence(table.reset_index())
+    assert "worse than in the study: learned − direct relative to direct (−0.0477 against −0.0954)" in (
+        summary_sentence(table.reset_index())
+    )
+    found["paths"]["learned"]["kl32"]["mean"] = 9.0
     assert "the study has learned, direct and ridge" in ordering_sentence(changed["frozen_evaluation"])
 
 
-def test_what_equals_the_study_is_called_the_same(changed):
-    published = read_published()
-    paths = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]
-    for path, found in published["quality"].items():
-        paths[path]["kl32"]["mean"], paths[path]["top1"] = found["kl32"], found["top1"]
-    table = compare(published, changed).set_index("what").verdict
-    assert table["KL32 of ridge (nats per token)"] == table["top-1 agreement of direct (share)"] == "same"
+def test_absolute_figures_of_another_pair_are_listed_and_not_judged(run, changed):
+    found = changed["frozen_evaluation"]["forcing"]["oracle"]["paths"]
+    found["learned"]["kl32"]["mean"], found["learned"]["top1"] = 0.01, 0.99
+    table = compare(read_published(), changed, read_raw_tables(run)).set_index("what").verdict
+    assert table["KL32 of learned (nats per token)"] == table["top-1 agreement of learned (share)"] == ""
+
+
+def test_a_ratio_of_times_can_be_worse_than_the_studys_and_never_better(run, changed):
+    row, raw = "first token: native ÷ learned with the source cache resident (ratio)", read_raw_tables(run)
+    for ms, verdict in ((1.0, "another machine"), (1e6, "worse")):
+        for entry in changed["latency"]["rows"]:
+            if entry["path"] == "learned":
+                entry["p50_ms"] = ms
+        table = compare(read_published(), changed, raw)
+        assert table.set_index("what").verdict[row] == verdict
+        said = summary_sentence(table)
+        assert ("which is no merit of the map: first token" in said) == (verdict == "another machine")
+
+
+def test_what_is_not_distinguishable_from_zero_is_neither_better_nor_worse(run, records):
+    table = compare(read_published(), records, read_raw_tables(run))
+    row = "top-1 agreement: learned − direct (share)"
+    assert table.set_index("what").verdict[row] == "not distinguishable from zero"
+    assert "Not distinguishable from zero: top-1 agreement: learned − direct" in summary_sentence(table)
+
+
+def test_how_often_was_timed_and_which_features_were_frozen_stand_beside_the_studys(run, records):
+    table = compare(read_published(), records, read_raw_tables(run)).set_index("what")
+    assert table.loc["repetitions at the longest prefix, resident", "study"] == 50
+    assert table.loc["warm-ups at the longest prefix", "this run"] == records["latency"]["warmups"]["8192"]
+    assert "frozen arm: features" in table.index
+
+
+def test_what_the_freeze_turned_on_is_told(changed):
+    confirmation, screening = changed["confirmation"], changed["screening"]
+
+    def decided() -> str:
+        return prose.confirmation_facts(confirmation, screening)["decided"]
+
+    chosen, other = sorted(confirmation["arms"], key=lambda arm: arm["id"] != confirmation["frozen"]["arm"])
+    chosen["mean_kl32"], other["mean_kl32"] = 0.1, 0.5
+    assert "the lower mean decided" in decided()
+    other["mean_kl32"] = 0.1
+    assert "says nothing about which of them is better" in decided()
+    other["parameters"] *= 2
+    assert decided().endswith("fewer parameters decided.")
+    other["absorbable"] = False
+    assert "what attention can absorb decided" in decided()
 
 
 @pytest.mark.parametrize("name", CHAPTERS)

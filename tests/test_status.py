@@ -5,9 +5,12 @@ import time
 
 import pytest
 
+from kvlib.errors import KvlibError
+from kvlib.study.execution import inputs_key, records_key, script_of
+from kvlib.study.pages import page_state
 from kvlib.study.records import run_lock
-from kvlib.study.run import OUTPUTS, Run
-from kvlib.study.standing import BEGUN, DONE, STALE, TO_DO, changes, same_elsewhere, standing
+from kvlib.study.run import OUTPUTS, STAGES, Run
+from kvlib.study.standing import BEGUN, DAMAGED, DONE, STALE, TO_DO, changes, same_elsewhere, standing
 
 
 def open_run(home, name="mine", **overrides) -> Run:
@@ -51,7 +54,75 @@ def test_a_lost_record_is_said(tmp_path):
     run = open_run(tmp_path)
     finish(run, "pair")
     (run.stage("pair") / "partitions.json").unlink()
-    assert standing(run, "pair").why == "partitions.json is missing"
+    found = standing(run, "pair")
+    assert (found.state, found.why) == (DAMAGED, "partitions.json is missing")
+
+
+def test_a_swapped_file_is_said_and_its_stage_does_not_count_as_finished(tmp_path):
+    run = open_run(tmp_path)
+    finish(run, "confirmation", manifest_hash="m")
+    path = run.stage("confirmation") / "learned.safetensors"
+    path.write_text("another map")
+    found = standing(run, "confirmation")
+    assert (found.state, found.why) == (
+        DAMAGED,
+        f"{path.name} is not the file that its summary was written with",
+    )
+    with pytest.raises(KvlibError, match=f"{path} is not the file .*: restore it, or delete it and run"):
+        run.finished("confirmation")
+
+
+def test_a_swapped_file_makes_its_notebook_run_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
+    run = open_run(tmp_path)
+    finish(run, "confirmation", manifest_hash="m")
+    before = records_key("02_confirmation", "mine")
+    (run.stage("confirmation") / "learned.safetensors").write_text("another map")
+    assert records_key("02_confirmation", "mine") != before
+
+
+def test_a_page_says_of_a_record_that_is_gone_that_it_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLIB_HOME", str(tmp_path))
+    run, script = open_run(tmp_path), script_of("00_pair")
+    finish(run, "pair")
+    kept = {"inputs": inputs_key(script, {}), "records": records_key("00_pair", "mine")}
+    (run.folder / "notebooks").mkdir()
+    page = {"metadata": {"kvlib": kept, "papermill": {"parameters": {}}}}
+    (run.folder / "notebooks" / "00_pair.ipynb").write_text(json.dumps(page))
+    assert page_state("mine", "00_pair") == "up to date"
+    (run.stage("pair") / "made.json").unlink()
+    assert page_state("mine", "00_pair") == "pair/made.json is missing"
+
+
+@pytest.mark.parametrize("command", ["book", "pdf"])
+def test_a_run_that_is_not_finished_has_no_book(kvlib, tmp_path, monkeypatch, command):
+    monkeypatch.setattr("kvlib.report.pdf.build_pdf", None)  # neither may be reached
+    monkeypatch.setattr("kvlib.report.freshness.build_if_stale", None)
+    run = open_run(tmp_path)
+    finish(run, "confirmation", manifest_hash="m")
+    for stage in STAGES:
+        if stage not in ("confirmation", "latency"):
+            finish(run, stage, frozen="m")
+    status, _, err = kvlib(command, "mine")
+    assert status == 2 and err.count("\n") == 1
+    assert "run mine is not finished (04_latency is to do), expected every stage to be done" in err
+    finish(run, "latency", frozen="m")
+    (run.stage("latency") / "raw.parquet").unlink()
+    assert "04_latency is damaged: raw.parquet is missing" in kvlib(command, "mine")[2]
+
+
+def test_a_book_of_other_settings_says_so(kvlib, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvlib.report.freshness.build_if_stale", lambda folder: (folder / "index.html", True))
+    run = open_run(tmp_path)
+    finish(run, "confirmation", manifest_hash="m")
+    for stage in STAGES:
+        if stage != "confirmation":
+            finish(run, stage, frozen="m")
+    assert "out of date" not in kvlib("book", "mine")[2]
+    open_run(tmp_path, **{"latency.memory": False})
+    status, _, err = kvlib("book", "mine")
+    assert status == 0
+    assert "in the book as it was: 04_latency: latency.memory was True, is False" in err
 
 
 @pytest.mark.parametrize(

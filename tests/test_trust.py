@@ -127,6 +127,14 @@ def test_the_last_table_says_what_how_often_and_what_happened(records):
     assert tables.attacked(records, CLEAN, None)["how often"].tolist()[-1] == 0
 
 
+def test_what_this_run_does_not_have_is_not_counted_as_checked():
+    table = tables.checks([*CLEAN, {"check": "evidence", "checked": 0, "mismatches": []}])
+    assert (
+        table["compared"].tolist() == [40, 2, None]
+        and table["the first"].tolist()[-1] == "nothing of it in this run"
+    )
+
+
 def test_evidence_of_the_frozen_map_is_quoted_and_of_another_is_not(run, records):
     assert "has not been asked" in facts(records)["evidence"]
     evidence = write_fake_evidence(run)

@@ -10,6 +10,8 @@ from kvlib.errors import KvlibError
 from kvlib.options import RunArgument
 from kvlib.terminal import say, table
 
+MOST_NAMED = 3
+
 
 def clean(
     run: RunArgument,
@@ -45,7 +47,14 @@ def clean(
         if not yes and not _agreed(total):
             say("nothing was removed")
             return
-        cleaning.delete(parts)
+        left = cleaning.delete(parts)
+    if left:
+        names = ", ".join(str(part.path) for part in left[:MOST_NAMED])
+        more = f" and {len(left) - MOST_NAMED} more" if len(left) > MOST_NAMED else ""
+        raise KvlibError(
+            f"{len(left)} of {len(parts)} could not be removed ({names}{more}), expected files and folders that can be written: fix "
+            "their permissions, then run the same command again"
+        )
     say(f"removed: {total}; `python -m kvlib run --run {run}` makes again what is asked for")
 
 

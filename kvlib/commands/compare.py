@@ -63,6 +63,14 @@ def open_existing(name: str):
     return Run.open(profile_of(name) or DEFAULT_PROFILE, name, results=folder.parent)
 
 
+def say_out_of_date(name: str) -> None:
+    """Before a run's book is made: what in it is of other settings. Raises KvlibError for a run that is not finished."""
+    from kvlib.study.standing import out_of_date
+
+    for reason in out_of_date(open_existing(name)):
+        say(f"out of date, and in the book as it was: {reason}")
+
+
 def build_page(opened: list, found) -> None:
     """Build the page of a comparison and say where it is."""
     from kvlib.report.comparison_page import build_comparison

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvlib.commands.compare import say_out_of_date
 from kvlib.options import RunArgument, existing_run
 from kvlib.study.display import duration
 from kvlib.terminal import say
@@ -23,6 +24,7 @@ def pdf(
 
     folder, started = existing_run(run), time.monotonic()
     with run_lock(folder):
+        say_out_of_date(run)
         say("[pdf] …")
         path = build_pdf(folder, out=out)
     say(f"[pdf]: printed in {duration(time.monotonic() - started)}")

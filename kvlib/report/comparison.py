@@ -1,23 +1,32 @@
-"""The study's own figures beside a run's: one table, and sentences that say where the run falls short."""
+"""The study's own figures beside a run's: one table, and sentences that say where the run falls short.
+
+Two pairs on two texts and two machines share no scale: an absolute figure of one is never better than the other's. Judged are
+the order of the paths and ratios that are paired within one run. A ratio of times may come out worse, never better: what a
+slower machine adds to it is no merit.
+"""
 
 import math
 from pathlib import Path
 
 import pandas as pd
 
-from kvlib.report.summaries import headline, median_times, prefix_lengths, read_shipped
+from kvlib.report.agreement import RawTables, paired_top1, side
+from kvlib.report.summaries import headline, main_forcing, median_times, prefix_lengths, read_shipped
 from kvlib.report.wording import join
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published.yaml"
 DOWN, UP, NEITHER = "lower", "higher", ""
+TIMES = "first token: "  # how the names of ratios of times begin
+BETTER, WORSE, SAME, OPEN = "better", "worse", "same", "not distinguishable from zero"
+MACHINE, LISTED, MISSING = "another machine", "", "not measured"
 
 
 def read_published(path: Path = PUBLISHED) -> dict:
     return read_shipped(path, "the study's own figures")
 
 
-def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
-    """One row per quantity: "what", "study", "this run", "better" (lower, higher or neither), "verdict".
+def compare(published: dict, records: dict[str, dict], raw: RawTables) -> pd.DataFrame:
+    """One row per quantity: "what", "study", "this run", "good" (lower, higher or neither), "verdict".
 
     Args:
         records: the stages' summaries by stage.
@@ -33,7 +42,7 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
                     f"KL32 of {path} (nats per token)",
                     quality[path]["kl32"],
                     found["paths"][path]["kl32"]["mean"],
-                    DOWN,
+                    NEITHER,
                 )
             )
     for path in ("learned", "direct", "ridge"):
@@ -43,13 +52,13 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
                     f"top-1 agreement of {path} (share)",
                     quality[path]["top1"],
                     found["paths"][path]["top1"],
-                    UP,
+                    NEITHER,
                 )
             )
     ours, theirs = found["paired"]["learned-direct"], published["paired"]["learned-direct"]
     prompts = found["paths"]["native"]["prompts"]
     rows += [
-        ("mean of learned − direct (nats)", theirs["mean"], ours["mean"], DOWN),
+        ("mean of learned − direct (nats)", theirs["mean"], ours["mean"], NEITHER),
         ("standard error of learned − direct (nats)", theirs["se"], ours["se"], NEITHER),
         (
             "95 % interval of learned − direct: from (nats)",
@@ -71,6 +80,15 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
             UP,
         ),
     ]
+    top1 = paired_top1(raw.prompts, main_forcing(final))
+    rows.append(
+        (
+            "top-1 agreement: learned − direct (share)",
+            quality["learned"]["top1"] - quality["direct"]["top1"],
+            top1["mean"],
+            UP,
+        )
+    )
     ridge = found["paired"].get("ridge-direct")
     if ridge:
         losses = published["paired"]["ridge-direct"]
@@ -88,6 +106,8 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
     residual, frozen, protocol = published["residual"], confirmation["frozen"], published["protocol"]
     arm = {a["id"]: a for a in screening["arms"]}[frozen["arm"]]
     rows += [
+        ("frozen arm: residual", residual["form"], arm["residual"], NEITHER),
+        ("frozen arm: features", residual["features"], arm["features"].replace("_", " "), NEITHER),
         ("frozen arm: rank", residual["rank"], arm["rank"], NEITHER),
         ("frozen arm: residual scale", residual["scale"], frozen["scale"], NEITHER),
         ("frozen arm: warm-up (steps)", residual["warmup_steps"], arm["warmup_steps"], NEITHER),
@@ -119,10 +139,14 @@ def compare(published: dict, records: dict[str, dict]) -> pd.DataFrame:
             len(prefix_lengths(latency)),
             NEITHER,
         ),
+        *_timing_rows(protocol, latency),
     ]
+    open_ = {"top-1 agreement: learned − direct (share)"} if side(top1) == 0 else set()
+    if side(ours) == 0:
+        open_.add("learned − direct relative to direct (share)")
     table = pd.DataFrame(
-        [(*row, _verdict(*row[1:])) for row in rows],
-        columns=["what", "study", "this run", "better", "verdict"],
+        [(*row, OPEN if row[0] in open_ else _verdict(*row)) for row in rows],
+        columns=["what", "study", "this run", "good", "verdict"],
     )
     return table.astype(object).pipe(lambda t: t.where(t.notna(), None))
 
@@ -160,7 +184,7 @@ def _latency_rows(published: dict, latency: dict) -> list[tuple]:
             "prefix from which learned is ahead of native, cache resident (tokens; ours is at most this where it is the shortest)",
             published["crossover_tokens"],
             _crossover(latency),
-            DOWN,
+            NEITHER,
         ),
         ("first token: native (ms)", theirs["native"], native, NEITHER),
         (
@@ -203,26 +227,64 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _verdict(study: float, ours: float | None, better: str) -> str:
+def _timing_rows(protocol: dict, latency: dict) -> list[tuple]:
+    """How often was timed at the longest length, where the ratios of times come from."""
+    longest = prefix_lengths(latency)[-1]
+    counts = {
+        (r["path"], r["residency"]): r["repetitions"]
+        for r in latency["rows"]
+        if r["prefix_tokens"] == longest
+    }
+    rows = [
+        ("warm-ups at the longest prefix", protocol["warmups"], latency["warmups"][str(longest)], NEITHER)
+    ]
+    for what, key in (
+        ("resident", ("learned", "resident")),
+        ("of native prefill", ("native", "resident")),
+        ("cold", ("learned", "cold")),
+    ):
+        rows.append(
+            (f"repetitions at the longest prefix, {what}", protocol["repetitions"], counts.get(key), NEITHER)
+        )
+    return rows
+
+
+def _verdict(what: str, study, ours, better: str) -> str:
     if ours is None:
-        return "not measured"
+        return MISSING
     if better == NEITHER:
-        return "same" if ours == study else "differs"
+        return LISTED
     if f"{ours:.4g}" == f"{study:.4g}":  # as they are shown: no digit that a reader sees differs
-        return "same"
-    return "better" if (ours < study) == (better == DOWN) else "worse"
+        return SAME
+    if (ours < study) == (better == DOWN):
+        return MACHINE if what.startswith(TIMES) else BETTER
+    return WORSE
 
 
 def summary_sentence(table: pd.DataFrame) -> str:
-    """Which quantities came out worse than the study's, named; the good ones are counted."""
-    judged = table[table.better != NEITHER]
-    worse = [name.split(" (")[0] for name in judged[judged.verdict == "worse"].what]
-    better = int((judged.verdict == "better").sum())
-    missing = [name.split(" (")[0] for name in judged[judged.verdict == "not measured"].what]
-    text = f"Of the {len(judged)} quantities with a good and a bad direction, {better} came out better "
-    text += "than in the study"
-    text += f" and {len(worse)} worse: {join(worse, comma='; ')}." if worse else " and none came out worse."
+    """Which ratios came out worse than the study's, first of all; then better ones, and what cannot be told."""
+    judged = table[table.good != NEITHER]
+
+    def named(verdict: str) -> list[str]:
+        rows = judged[judged.verdict == verdict]
+        return [
+            f"{row[0].rsplit(' (', 1)[0]} ({_short(row[2])} against {_short(row[1])})"
+            for row in rows.itertuples(index=False)
+        ]
+
+    text = "Of the ratios within one run, worse than in the study: " + (join(named(WORSE), comma="; ") + ".")
+    if named(BETTER):
+        text += f" Better: {join(named(BETTER), comma='; ')}."
+    if named(OPEN):
+        text += f" Not distinguishable from zero: {join(named(OPEN), comma='; ')}."
+    if named(MACHINE):
+        text += f" More favourable, but on another machine, which is no merit of the map: {join(named(MACHINE), comma='; ')}."
+    missing = [name.rsplit(" (", 1)[0] for name in judged[judged.verdict == MISSING].what]
     return text + (f" This run has no value for {join(missing, comma='; ')}." if missing else "")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}".replace("-", "−")
 
 
 def ordering_sentence(final: dict) -> str:

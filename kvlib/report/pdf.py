@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvlib.errors import KvlibError
 from kvlib.report.book import ASIDE, BOOK, banner, build_pages, fill_book
+from kvlib.study.records import not_written
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DRAWING_MS = (
@@ -20,12 +21,13 @@ NAME = "book.pdf"
 def build_pdf(run_folder: Path, *, out: Path | None = None) -> Path:
     """Print a run's book; returns the file, `<run>/book.pdf` when `out` is None.
 
-    Raises: KvlibError when there is no Chromium, when a notebook is missing or failed, and when printing fails.
+    Raises: KvlibError for a place where no file can be written, when there is no Chromium, when a notebook is missing or
+        failed, and when printing fails.
     """
     run_folder = Path(run_folder).resolve()
     out = Path(out).resolve() if out else run_folder / NAME
     browser = find_browser()
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_place(out)
     with tempfile.TemporaryDirectory(prefix=ASIDE, dir=out.parent) as aside:
         pages, printed = Path(aside) / "book", Path(aside) / NAME
         build_pages(
@@ -49,6 +51,19 @@ def find_browser() -> str:
             "(Debian and Ubuntu: apt-get install chromium)"
         )
     return found
+
+
+def check_place(out: Path) -> None:
+    """Whether a file can be written there, found out before minutes are spent on it. Raises KvlibError otherwise."""
+    if out.exists() and not out.is_file():
+        what = "a folder" if out.is_dir() else "a device or a pipe"
+        raise KvlibError(f"{out} is {what}, expected a PDF file's name: name a file, such as {out / NAME}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise not_written(out, error) from error
 
 
 def for_the_printer(folder: Path) -> None:

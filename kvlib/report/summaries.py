@@ -22,6 +22,14 @@ def prefix_lengths(latency: dict) -> list[int]:
     return sorted({row["prefix_tokens"] for row in latency["rows"]})
 
 
+def lengths_around(latency: dict, tokens: float) -> str:
+    """The two measured lengths around a crossover: what lies between them was not measured."""
+    lengths = prefix_lengths(latency)
+    above = next((length for length in lengths if length > tokens), lengths[-1])
+    below = max((length for length in lengths if length < above and length <= tokens), default=lengths[0])
+    return f"{below:,} and {above:,}"
+
+
 def median_times(latency: dict, prefix_tokens: int) -> dict[tuple[str, str], float | None]:
     """(path, residency) -> p50 in ms at one length. Native needs no source: one time stands for both."""
     rows = [row for row in latency["rows"] if row["prefix_tokens"] == prefix_tokens]

@@ -3,6 +3,7 @@
 Records are never among it: no summary, no table, no map, no ledger, and no arm of the run's present settings.
 """
 
+import contextlib
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -13,10 +14,11 @@ from kvlib.study.arms import all_arms
 from kvlib.study.evaluation import work_folder
 from kvlib.study.latency import parts_key
 from kvlib.study.learning import Task, task_folder
+from kvlib.study.names import extra_scripts, scripts
 from kvlib.study.records import PARTIAL, remove
 from kvlib.study.run import Run
 from kvlib.study.screening import caches_key, trainings_key
-from kvlib.study.standing import DONE, STALE, frozen_hash, standing
+from kvlib.study.standing import DAMAGED, DONE, STALE, frozen_hash, standing
 
 TRAINED = ("screening", "confirmation")  # stages with caches and arms of their own
 
@@ -30,6 +32,8 @@ class Part:
 
     @property
     def bytes(self) -> int:
+        if self.path.is_symlink():
+            return 0
         files = self.path.rglob("*") if self.path.is_dir() else [self.path]
         return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
 
@@ -52,12 +56,18 @@ def caches(run: Run) -> list[Part]:
 
 
 def pages(run: Run) -> list[Part]:
-    """Executed notebooks, the book and what killed commands left: they are made again from the records."""
-    said = {
-        "notebooks/*.ipynb": "an executed notebook",
+    """Executed notebooks, the book and what killed commands left: they are made again from the records.
+
+    Only by the names that kvlib gives: a file that someone else put into the run's folder is none of them.
+    """
+    executed = [
+        path for name in scripts() | extra_scripts() for path in (f"{name}.ipynb", f"{name}.failed.ipynb")
+    ]
+    said = dict.fromkeys((f"notebooks/{name}" for name in executed), "an executed notebook") | {
         "book": "the book",
-        "book.*": "what was noted of the book's build",
-        "*.pdf": "the book as a PDF",
+        "book.json": "what was noted of the book's build",
+        "book.log": "what was noted of the book's build",
+        "book.pdf": "the book as a PDF",
         ".book-*": "left by a build that was killed",
         f"**/{PARTIAL}*": "left by a write that was killed",
     }
@@ -73,7 +83,7 @@ def stale(run: Run) -> list[Part]:
     if standing(run, "pair").state == DONE:
         dtype = getattr(torch, run.require("pair", "clean")["training_dtype"])
         key, arms = caches_key(run, dtype), trainings_key(run, dtype)
-        for stage in [stage for stage in TRAINED if standing(run, stage).state != STALE]:
+        for stage in [stage for stage in TRAINED if standing(run, stage).state not in (STALE, DAMAGED)]:
             for path in _matching(run.stage(stage), "windows-*", "prompts-*", "ridge-*"):
                 if path.name.split("-", 1)[1].partition(".")[0] != key:
                     found.append(Part(path, "made for other settings"))
@@ -87,7 +97,7 @@ def stale(run: Run) -> list[Part]:
         for path in _matching(run.stage("frozen_evaluation"), "work-*/prompts-*.safetensors"):
             if path.parent != work:
                 found.append(Part(path, "caches of the final prompts, for other settings"))
-        measured = standing(run, "latency").state != STALE
+        measured = standing(run, "latency").state not in (STALE, DAMAGED)
         for path in _matching(run.stage("latency") / "parts", "*.parquet") if measured else []:
             if not path.stem.endswith(f"-{timed}"):
                 found.append(Part(path, "times of other settings"))
@@ -111,7 +121,9 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
 
-def delete(parts: list[Part]) -> None:
-    """Remove them. The caller holds the run's lock, and no stage may be at work either."""
+def delete(parts: list[Part]) -> list[Part]:
+    """Remove them; those of which something is left. The caller holds the run's lock, and no stage may be at work either."""
     for part in parts:
-        remove(part.path)
+        with contextlib.suppress(OSError):
+            remove(part.path)
+    return [part for part in parts if part.path.exists() or part.path.is_symlink()]

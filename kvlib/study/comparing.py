@@ -28,6 +28,8 @@ class Row:
 
     @property
     def differs(self) -> bool:
+        if self.group == PAIRED:  # each is a difference to the first run, which has none to itself
+            return any(value not in (None, 0, [0, 0]) for value in self.values)
         return any(value != self.values[0] for value in self.values)
 
 

@@ -1,8 +1,5 @@
 """Run the notebook scripts with papermill: unchanged ones skipped, all written whole or not at all."""
 
-import contextlib
-import fcntl
-import os
 import sys
 import tempfile
 import time
@@ -11,14 +8,13 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from jupyter_client import AsyncKernelManager
-from jupyter_client.kernelspec import KernelSpec
 from nbclient.exceptions import DeadKernelError
 from papermill import execute_notebook
 from papermill.exceptions import PapermillExecutionError
 
 from kvlib.errors import KvlibError
 from kvlib.study.display import Display
+from kvlib.study.kernels import kernel_lock, kernel_manager, last_words, without_its_obituary
 from kvlib.study.names import (
     DATA,
     NOTEBOOKS,
@@ -32,7 +28,7 @@ from kvlib.study.names import (
     sequence,
 )
 from kvlib.study.parameters import check_parameters, read_script, script_parameters
-from kvlib.study.progress import VARIABLE, read_progress
+from kvlib.study.progress import read_progress
 from kvlib.study.records import (
     PARTIAL,
     hash_json,
@@ -44,16 +40,8 @@ from kvlib.study.records import (
     write_atomically,
     write_json,
 )
-from kvlib.study.run import MADE, code_files
+from kvlib.study.run import MADE, OUTPUTS, code_files
 
-KERNEL_WAIT_S = 15  # a killed command's kernel notices within a second or two
-QUIET = {  # for kernels: progress bars flood a page, advice is not for readers
-    "TQDM_DISABLE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-}
 TRUST = "20_trust"  # the notebook that looks at what other commands left as well
 STATE = "progress.json"  # what a running kernel writes and the terminal shows
 HIDDEN_TAG = "hide-input"
@@ -128,10 +116,10 @@ def _execute(
 ) -> nbformat.NotebookNode:
     # papermill writes after every cell: aside, so that only a whole notebook takes its place.
     aside = tempfile.TemporaryDirectory(prefix=PARTIAL, dir=place.parent)
-    with aside as scratch, _kernel_lock(run_folder(run)) as lock:
+    with aside as scratch, kernel_lock(run_folder(run)) as lock:
         partial, log, state = (Path(scratch) / name for name in ("running.ipynb", "kernel.log", STATE))
         try:
-            with open(log, "wb") as stream, Display(state, label):
+            with open(log, "wb") as stream, Display(state, label), without_its_obituary():
                 notebook = execute_notebook(
                     read_script(script),
                     str(partial).replace("{", "{{").replace("}", "}}"),  # papermill formats the path
@@ -139,7 +127,7 @@ def _execute(
                     kernel_name="python3",
                     progress_bar=False,
                     cwd=str(home()),
-                    kernel_manager_class=_kernel_manager(state, stream, lock, environment),
+                    kernel_manager_class=kernel_manager(state, stream, lock, environment),
                     shutdown_kernel="immediate",
                 )
         except PapermillExecutionError as error:
@@ -153,10 +141,10 @@ def _execute(
             ) from error
         except DeadKernelError as error:
             kept = _keep_failed(partial, script, place)
-            said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            said = last_words(log.read_text(errors="replace"))
             raise NotebookError(
                 f"the process that ran {_name(script)} died, most often for want of memory"
-                f"{' (its last words: ' + said[-1].strip() + ')' if said else ''}: free some memory and run "
+                f"{' (its last words: ' + said + ')' if said else ''}: free some memory and run "
                 f"the same command again, finished work is kept; the notebook as far as it ran: {kept}"
             ) from error
         except OSError as error:
@@ -190,46 +178,6 @@ def _first_line(text: str) -> str:
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "no message")
 
 
-def _kernel_manager(state: Path, log, lock: int, environment: dict) -> type[AsyncKernelManager]:
-    """A kernel of this very Python, whatever is registered; it holds the kernel lock while it lives."""
-
-    class OwnKernel(AsyncKernelManager):
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-            return KernelSpec(argv=argv, display_name="Python 3", language="python")
-
-        async def start_kernel(self, **kwargs):
-            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-            env = {**os.environ, **QUIET, **environment, "PYTHONPATH": path, VARIABLE: str(state)}
-            return await super().start_kernel(**kwargs, env=env, stdout=log, stderr=log, pass_fds=(lock,))
-
-    return OwnKernel
-
-
-@contextlib.contextmanager
-def _kernel_lock(folder: Path):
-    """A lock that kernels inherit: one whose command was killed is waited for before the next may write."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / ".kernel.lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + KERNEL_WAIT_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise KvlibError(
-                        f"a notebook of an earlier command still runs in {folder}, expected none: end that "
-                        "process, then run again"
-                    ) from error
-                time.sleep(0.2)
-        yield handle
-    finally:
-        os.close(handle)
-
-
 def inputs_key(script: Path, values: dict) -> str:
     """Hash of everything that a notebook's output comes from, its records apart."""
     code = {str(path.relative_to(ROOT)): sha256_file(path) for path in code_files()}
@@ -245,10 +193,11 @@ def inputs_key(script: Path, values: dict) -> str:
 
 
 def records_key(name: str, run: str) -> dict[str, str]:
-    """SHA-256 of the run's settings and of every summary that the notebook may have read or written."""
+    """SHA-256 of the run's settings and of every finished stage's files that the notebook may have read or written."""
     folder = run_folder(run)
     stage = next((stage for stage, notebook in NOTEBOOKS.items() if notebook == name), STAGES[-1])
-    files = [f"{s}/{file}" for s in sequence(stage) for file in ("summary.json", MADE)]
+    files = [f"{s}/{file}" for s in sequence(stage) for file in ("summary.json", MADE, *OUTPUTS[s])]
+    files = [file for file in files if not file.endswith("ledger.jsonl")]  # it grows with other commands
     if name == TRUST:
         files += ["evidence/summary.json", "evidence/attacks.json"]
     paths = [folder / file for file in ("run.json", *files)]

@@ -53,6 +53,14 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
+def changed_file(folder: Path, hashes: dict[str, str]) -> Path | None:
+    """The first file, if any, that is there and has no longer the SHA-256 that was noted of it; hashes: by name."""
+    for name, stated in hashes.items():
+        if (folder / name).exists() and sha256_file(folder / name) != stated:
+            return folder / name
+    return None
+
+
 def _hashes(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEALS)
     return {str(path.relative_to(folder)): sha256_file(path) for path in files}

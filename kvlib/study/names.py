@@ -1,9 +1,15 @@
 """What stages, notebooks and profiles are called, and where they and the runs lie. Imports nothing that takes time."""
 
 import os
+import re
+import reprlib
 from pathlib import Path
 
 from kvlib.errors import KvlibError, suggestion
+
+RUN_NAME = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+)  # a profile's pattern, and short enough for any file system
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
@@ -29,6 +35,26 @@ def sequence(stage: str) -> tuple[str, ...]:
 def home() -> Path:
     """The folder that relative `results` folders lie in, wherever a notebook was started."""
     return Path(os.environ.get(HOME_VARIABLE) or ROOT).resolve()
+
+
+def check_run_name(run: str, folder: Path) -> str:
+    """The name, if a run may have it. Raises KvlibError otherwise.
+
+    folder: the one that runs lie in. A run that is there already keeps a name that no new one would get, as long as it is
+    a plain folder's name that can be printed.
+    """
+    if not RUN_NAME.fullmatch(run):
+        plain = run and run == Path(run).name and not run.startswith(".") and run.isprintable()
+        if not plain or len(os.fsencode(run)) > 255 or not (folder / run / "run.json").exists():
+            raise KvlibError(
+                f"run name {reprlib.repr(run)} given, expected a plain folder name such as 'laptop': letters, digits, '.', '_' and "
+                "'-', a letter or digit first, 100 at most; choose another"
+            )
+    if (folder / run).exists() and not (folder / run).is_dir():
+        raise KvlibError(
+            f"run name {run!r} given, but {folder / run} is a file, expected a run's folder or a name that is free: choose another"
+        )
+    return run
 
 
 def run_folder(run: str) -> Path:

@@ -39,7 +39,9 @@ def page_state(run: str, name: str) -> str:
         return "its script, kvlib or its settings have changed"
     now = records_key(name, run)
     changed = [file for file in {**records, **now} if records.get(file) != now.get(file)]
-    return f"{changed[0]} has changed" if changed else CURRENT
+    if not changed:
+        return CURRENT
+    return f"{changed[0]} {'has changed' if changed[0] in now else 'is missing'}"
 
 
 def _place(run: str, name: str):

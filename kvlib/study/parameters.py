@@ -3,6 +3,7 @@
 import ast
 import json
 import math
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import yaml
 from papermill import inspect_notebook
 
 from kvlib.errors import KvlibError, suggestion
+from kvlib.study.yaml_files import PlainLoader
 
 SCALARS = {"int": int, "float": (int, float), "str": str, "bool": bool}
 
@@ -48,9 +50,8 @@ def script_parameters(script: Path) -> dict[str, Parameter]:
 
 def profile_keys(script: Path) -> dict[str, str]:
     """Parameter -> the dotted profile key that the script gives it to, in a dictionary or to `open_run` by name."""
-    code = "\n".join(cell.source for cell in read_script(script).cells if cell.cell_type == "code")
     known, keys = set(script_parameters(script)), {}
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(_syntax(script)):
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values):
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Name) and value.id in known:
@@ -60,6 +61,18 @@ def profile_keys(script: Path) -> dict[str, str]:
                 if word.arg and word.arg != "results" and isinstance(word.value, ast.Name):
                     keys[word.value.id] = word.arg
     return keys
+
+
+def _syntax(script: Path) -> ast.Module:
+    """What a script's code says: its text cells are comments, and so are its magics."""
+    try:
+        return ast.parse(script.read_text("utf-8"))
+    except (ValueError, SyntaxError, RecursionError, OSError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise KvlibError(
+            f"notebook script {script}{where} is no Python ({getattr(error, 'msg', error)}), expected a script that runs: correct it, "
+            "or restore it from the repository"
+        ) from error
 
 
 def _parameter(entry: dict) -> Parameter:
@@ -86,20 +99,35 @@ def _type_of(value) -> str:
     return type(value).__name__
 
 
-def parse_value(text: str, kind: str = "any"):
-    """A value from a command line, JSON or YAML: 40, 1e-3, true, null, [4, 8]; text where that is wanted."""
+def parse_value(text: str, kind: str = "any", name: str = ""):
+    """A value from a command line, JSON or YAML: 40, 1e-3, true, null, [4, 8]; text where that is wanted.
+
+    name: of the parameter, for the sentence. Raises: KvlibError for what is neither, and for nothing at all, which would
+    be read as null.
+    """
     if kind == "str" and not text.startswith(('"', "'")):
         return text
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
-        return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        value = yaml.load(text, Loader=PlainLoader)
+        if value is None and not yaml.compose(text, Loader=PlainLoader):
+            raise ValueError("nothing in it")
+        return value
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        given = f"parameter {name} is {reprlib.repr(text)}" if name else f"value {reprlib.repr(text)} given"
         raise KvlibError(
-            f"value {text!r} given, expected a number, text, true, false, null or a list like '[4, 8]'"
+            f"{given}, expected {_wanted(kind)}: correct the value, or leave the parameter out"
         ) from error
+
+
+def _wanted(kind: str) -> str:
+    if kind in ("any", "str"):
+        return "a number, text, true, false, null or a list like '[4, 8]'"
+    kind = kind.removeprefix("Optional[").removesuffix("]") if kind.startswith("Optional[") else kind
+    return f"{_describe(kind)} such as {_example(kind)}"
 
 
 def check_parameters(script: Path, given: dict, known: dict[str, Parameter]) -> dict:
@@ -131,7 +159,7 @@ def values_by_script(scripts: list[Path], texts: dict[str, str]) -> dict[Path, d
                 "`python -m kvlib params 01_screening` explains those of one notebook"
             )
         given = {
-            name: parse_value(text, mine[name].type if name in mine else "any")
+            name: parse_value(text, mine[name].type if name in mine else "any", name)
             for name, text in texts.items()
             if name in mine or unknown
         }
@@ -147,7 +175,7 @@ def _checked(notebook: str, parameter: Parameter, value):
         kind = kind[len("Optional[") : -1]
     if not _fits(kind, value):
         raise KvlibError(
-            f"parameter {parameter.name} of {notebook} is {value!r}, expected {_describe(kind)} such as "
+            f"parameter {parameter.name} of {notebook} is {reprlib.repr(value)}, expected {_describe(kind)} such as "
             f"{_example(kind) if parameter.default is None else json.dumps(parameter.default)}: correct the value"
         )
     return float(value) if kind == "float" else value
@@ -194,6 +222,7 @@ def _example(kind: str) -> str:
         "bool": "true",
         "list[int]": "[4, 8]",
         "list[float]": "[0.5, 1.0]",
+        "list[str]": "[first, second]",
     }
     return examples.get(
         kind.replace("List", "list"), "[4, 8]" if kind.startswith(("list", "List")) else "null"

@@ -17,6 +17,7 @@ from kvlib.study.inputs import (
     Pair,
     PrunedModel,
     RandomModel,
+    Seed,
     Share,
     Strict,
     WikipediaCorpus,
@@ -89,7 +90,7 @@ class Training(Strict):
     min_prefix_tokens: Annotated[int, Field(ge=2)]
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    seed: int = 0
+    seed: Seed = 0
 
 
 class Screening(Strict):
@@ -106,7 +107,7 @@ class Screening(Strict):
 
 
 class Confirmation(Strict):
-    seeds: Annotated[list[int], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
 
 
 class Evaluation(Strict):
@@ -150,7 +151,7 @@ class Profile(Strict):
 
     name: Name
     label: str
-    seed: int
+    seed: Seed
     device: Literal["auto", "cpu", "cuda"] = "auto"
     pair: Pair
     corpus: Annotated[WikipediaCorpus | GeneratedCorpus | DatasetCorpus, Field(discriminator="kind")]

@@ -66,8 +66,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there."""
-    if Path(path).is_dir():
+    """Delete a file or a folder, if it is there; of a link the link alone, what it leads to stays."""
+    if Path(path).is_dir() and not Path(path).is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         Path(path).unlink(missing_ok=True)
@@ -277,7 +277,8 @@ def run_lock(folder: Path, name: str = ".lock") -> Iterator[None]:
         ) from error
     except OSError as error:
         raise KvlibError(
-            f"run folder {folder} cannot be used ({error.strerror or error}): choose a writable folder"
+            f"run folder {folder} cannot be used ({error.strerror or error}), expected a folder that can be written: choose another, "
+            "or fix its permissions"
         ) from error
     try:
         yield

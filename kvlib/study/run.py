@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvlib.errors import KvlibError
+from kvlib.study.folders import changed_file
 from kvlib.study.lowering import LOWERED, read_lowered
 from kvlib.study.names import (  # noqa: F401 (other files know them from here as well)
     EXTRA,
@@ -16,6 +17,7 @@ from kvlib.study.names import (  # noqa: F401 (other files know them from here a
     NOTEBOOKS,
     ROOT,
     STAGES,
+    check_run_name,
     home,
     sequence,
 )
@@ -97,9 +99,9 @@ class Run:
         by_path = profile.endswith((".yaml", ".yml"))
         source = os.path.relpath(profile, home()) if by_path else profile  # how later commands find it again
         name = base.name if name is None else name
-        if not name or name != Path(name).name or name.startswith("."):
-            raise KvlibError(f"run name {name!r} given, expected a plain folder name such as {base.name!r}")
-        folder = home() / results / name  # an absolute `results` stays as it is
+        folder = (
+            home() / results / check_run_name(name, home() / results)
+        )  # an absolute `results` stays as it is
         record_path = folder / "run.json"
         remembered: dict = {}
         if record_path.exists():
@@ -144,12 +146,19 @@ class Run:
         return {key: _dig(values, key) for key in keys}
 
     def finished(self, stage: str) -> dict | None:
-        """The stage's summary if it is there and belongs to the run's present settings."""
+        """The stage's summary if it is there and of the run's present settings. Raises KvlibError where a file was swapped."""
         folder = self.stage(stage)
         if not all((folder / name).exists() for name in ("summary.json", MADE, *OUTPUTS[stage])):
             return None  # what is missing is made again from the stage's smaller records
         summary = read_summary(folder)
-        return summary if summary["key"] == self.key(stage) else None
+        if summary["key"] != self.key(stage):
+            return None
+        if swapped := changed_file(folder, summary["files"]):
+            raise KvlibError(
+                f"{swapped} is not the file that {folder / 'summary.json'} was written with, expected the same bytes: restore it, or "
+                "delete it and run its stage again"
+            )
+        return summary
 
     def require(self, stage: str, wanted_by: str) -> dict:
         """The summary of an earlier stage. Raises KvlibError with the command to run when there is none."""

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from kvlib.errors import KvlibError
+from kvlib.study.folders import changed_file
 from kvlib.study.records import read_record
-from kvlib.study.run import EXTRA, MADE, OUTPUTS, STAGES, Run, read_summary
+from kvlib.study.run import EXTRA, MADE, NOTEBOOKS, OUTPUTS, STAGES, Run, read_summary
 from kvlib.study.yaml_files import flat
 
-DONE, TO_DO, BEGUN, STALE = "done", "to do", "begun", "out of date"
+DONE, TO_DO, BEGUN, STALE, DAMAGED = "done", "to do", "begun", "out of date", "damaged"
 MEASURES_THE_FROZEN_MAP = ("frozen_evaluation", "latency", *EXTRA)
 MOST_REASONS = 3
 
@@ -36,7 +37,10 @@ def standing(run: Run, stage: str) -> Standing:
     summary = read_summary(folder)
     missing = [name for name in OUTPUTS[stage] if not (folder / name).exists()]
     if missing:
-        return Standing(stage, STALE, summary["duration_s"], f"{missing[0]} is missing")
+        return Standing(stage, DAMAGED, summary["duration_s"], f"{missing[0]} is missing")
+    if swapped := changed_file(folder, summary["files"]):
+        why = f"{swapped.name} is not the file that its summary was written with"
+        return Standing(stage, DAMAGED, summary["duration_s"], why)
     if summary["key"] != run.key(stage):
         changed = changes(summary.get("settings"), run.settings(stage))
         return Standing(stage, STALE, summary["duration_s"], changed)
@@ -47,8 +51,30 @@ def standing(run: Run, stage: str) -> Standing:
 
 def frozen_hash(run: Run) -> str | None:
     """The manifest's hash of the map that the run has frozen now."""
-    confirmed = run.finished("confirmation")
-    return confirmed["manifest_hash"] if confirmed else None
+    if standing(run, "confirmation").state != DONE:
+        return None
+    return read_record(run.stage("confirmation") / "summary.json", "manifest_hash")["manifest_hash"]
+
+
+def out_of_date(run: Run) -> list[str]:
+    """What in the book of a run that is finished shows other settings than its present ones, in words.
+
+    Raises: KvlibError, with the command that goes on, where the run is not finished or what it found is damaged.
+    """
+    said = []
+    for one in (standing(run, stage) for stage in STAGES):
+        name = NOTEBOOKS[one.stage]
+        if one.state in (TO_DO, BEGUN, DAMAGED):
+            what = f"{name} is {one.state}{': ' + one.why if one.why else ''}"
+            first = (
+                f"restore the file, or delete {run.stage(one.stage) / 'summary.json'} and " if one.why else ""
+            )
+            raise KvlibError(
+                f"run {run.name} is not finished ({what}), expected every stage to be done: {first}"
+                f"run `python -m kvlib run --profile {run.source} --run {run.name}`"
+            )
+        said += [f"{name}: {one.why}"] if one.state == STALE else []
+    return said
 
 
 def changes(before: dict | None, after: dict) -> str:

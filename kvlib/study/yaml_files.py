@@ -15,8 +15,29 @@ WANTED = re.compile(
 WITH_KIND = (("pair", "target"), ("pair", "source"), ("corpus",))
 
 
-class _OnceOnly(yaml.SafeLoader):
-    """A key that is written twice is a mistake, not a choice of the last."""
+WHOLE = r"[-+]?(0|[1-9][0-9]*)"
+REAL = r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+NOT_FINITE = r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+
+
+def _resolver(kind: str, pattern: str) -> tuple[str, re.Pattern]:
+    return f"tag:yaml.org,2002:{kind}", re.compile(f"^(?:{pattern})$")
+
+
+class PlainLoader(yaml.SafeLoader):
+    """YAML 1.2's plain values, and a key that is written twice is a mistake, not a choice of the last.
+
+    What only YAML 1.1 takes for a number, a date or a truth value (1:30, 010, 1_000, 2024-01-01, yes) stays text.
+    """
+
+    yaml_implicit_resolvers = (  # by the first letter of a value
+        dict.fromkeys("tTfF", [_resolver("bool", r"true|True|TRUE|false|False|FALSE")])
+        | dict.fromkeys(("~", "n", "N", ""), [_resolver("null", r"~|null|Null|NULL|")])
+        | dict.fromkeys(
+            "-+.0123456789", [_resolver("int", WHOLE), _resolver("float", f"{REAL}|{NOT_FINITE}")]
+        )
+        | {"<": [_resolver("merge", "<<")]}
+    )
 
     def construct_mapping(self, node, deep=False):
         self.flatten_mapping(node)
@@ -30,7 +51,7 @@ class _OnceOnly(yaml.SafeLoader):
 def load_yaml(path: Path) -> dict:
     """The keys and values of a file. Raises FileNotFoundError, or KvlibError for anything but keys and values."""
     try:
-        values = yaml.load(Path(path).read_text("utf-8"), Loader=_OnceOnly)
+        values = yaml.load(Path(path).read_text("utf-8"), Loader=PlainLoader)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
@@ -87,9 +108,9 @@ def describe_error(error: ValidationError) -> str:
             del loc[len(place) : len(place) + 1]
     key = ".".join(str(part) for part in loc)
     if found["type"] == "extra_forbidden":
-        return f"unknown key {key!r} given, expected only the keys of the files in data: correct or remove it"
+        return f"unknown key {key!r} given, expected only the keys of the files in data/profiles: correct or remove it"
     if found["type"] == "missing":
-        return f"key {key!r} is missing: add it, as in the files in data"
+        return f"key {key!r} is missing: add it, as in the files in data/profiles"
     message = " ".join(found["msg"].removeprefix("Value error, ").split())
     if not key:
         return message if ": " in message else f"{message}: correct the value"

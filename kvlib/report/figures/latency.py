@@ -6,6 +6,7 @@ from plotly.subplots import make_subplots
 
 from kvlib.report.palette import NEUTRAL, PATHS, finish, log_axis
 from kvlib.report.speed import cold_ratios
+from kvlib.report.summaries import lengths_around
 from kvlib.report.wording import bytes_text
 
 RESIDENCY = {
@@ -140,7 +141,7 @@ def _crossover(summary: dict, kind: str) -> str:
     """Where the learned handoff overtakes native prefill, or that there is no such place."""
     found = summary["crossover"].get(kind) or {}
     if found.get("learned"):
-        return f"learned overtakes native near {found['learned']:,.0f} tokens"
+        return f"learned overtakes native between {lengths_around(summary, found['learned'])} tokens"
     if found.get("below"):
         shortest = min(r["prefix_tokens"] for r in summary["rows"])
         return f"learned is ahead of native from {shortest:,} tokens on"

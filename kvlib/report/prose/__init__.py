@@ -4,7 +4,7 @@ from kvlib.report.prose.differences import difference_facts
 from kvlib.report.prose.evidence import evidence_facts, evidence_headline
 from kvlib.report.prose.evidence_map import evidence_map_facts
 from kvlib.report.prose.making import confirmation_facts, pair_facts, screening_facts, text_facts
-from kvlib.report.prose.pages import colophon_facts, front_facts
+from kvlib.report.prose.pages import colophon_facts, first_token_sentence, front_facts
 from kvlib.report.prose.planning import plan_facts
 from kvlib.report.prose.results import (
     final_facts,
@@ -13,9 +13,11 @@ from kvlib.report.prose.results import (
     paired_verdict,
     step_facts,
     times,
+    top1_sentence,
 )
 from kvlib.report.prose.speed import speed_facts
-from kvlib.report.prose.trust import trust_facts
+from kvlib.report.prose.trust import first_step_sentence, trust_facts
+from kvlib.report.prose.ways import ways_facts
 
 __all__ = [
     "colophon_facts",
@@ -25,6 +27,8 @@ __all__ = [
     "evidence_headline",
     "evidence_map_facts",
     "final_facts",
+    "first_step_sentence",
+    "first_token_sentence",
     "front_facts",
     "latency_facts",
     "pair_facts",
@@ -36,5 +40,7 @@ __all__ = [
     "step_facts",
     "text_facts",
     "times",
+    "top1_sentence",
     "trust_facts",
+    "ways_facts",
 ]

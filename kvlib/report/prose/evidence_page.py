@@ -17,7 +17,7 @@ def not_run_page(run: str, profile: str, made_for: str | None, present: str | No
             f"(`{(present or 'none')[:16]}…`), so its figures are not shown here."
         )
     return (
-        "# 05 Evidence\n\n"
+        "# 05 Evidence (not run)\n\n"
         "How far does the result carry: over prefix lengths, over the amount of training, over layers, and over "
         "the number of prompts?\n\n"
         f"{why} From the project's folder:\n\n"

@@ -19,6 +19,7 @@ from kvlib.study.assets import load_assets
 from kvlib.study.inputs import GgufModel, HubModel, RandomModel
 from kvlib.study.records import read_json
 from kvlib.study.run import Run
+from kvlib.study.selection import standard_error
 
 
 def pair_facts(pair: dict) -> dict[str, str]:
@@ -273,9 +274,35 @@ def confirmation_facts(summary: dict, screening: dict) -> dict[str, str]:
             f"{bytes_text(frozen['checkpoint_bytes'])}. {_absorbable(arms[frozen['arm']])}"
         ),
         "why": f"The reason on record: {frozen['why'].rstrip('.')}.",
+        "decided": _decided(summary),
         "manifest": summary["manifest_hash"][:16] + "…",
         "weights": frozen["weights_sha256"][:16] + "…",
     }
+
+
+def _decided(summary: dict) -> str:
+    """What the freeze turned on: a lower mean, or among arms that tie the first of the rule's preferences that differs."""
+    whole = [
+        arm for arm in summary["arms"] if arm["runs"] and all(r["status"] == "finished" for r in arm["runs"])
+    ]
+    if len(whole) < 2:
+        return "No other arm finished every seed, so there was nothing to decide."
+    lowest = min(whole, key=lambda arm: arm["mean_kl32"])
+    limit = lowest["mean_kl32"] + standard_error(lowest)
+    tied = [arm for arm in whole if arm["mean_kl32"] <= limit]
+    if len(tied) == 1:
+        return "No other arm lies within one standard error of it: the lower mean decided."
+    chosen = next(arm for arm in tied if arm["id"] == summary["frozen"]["arm"])
+    others = [arm for arm in tied if arm is not chosen]
+    if any(arm["absorbable"] != chosen["absorbable"] for arm in others):
+        return "Among the arms that tie, what attention can absorb decided."
+    same = f"{'All' if chosen['absorbable'] else 'None'} of the arms that tie can be absorbed by attention"
+    if any(arm["parameters"] != chosen["parameters"] for arm in others):
+        return f"{same}; fewer parameters decided."
+    return (
+        f"{same} and they have equally many parameters, so the rule's last resort, the lower mean, decided. As they tie, that says nothing "
+        "about which of them is better."
+    )
 
 
 def absorbable(arm: dict) -> bool:

@@ -1,7 +1,16 @@
 """Sentences of chapters 03 and 04: fidelity and time, and how sure one can be."""
 
+import pandas as pd
+
+from kvlib.report.agreement import paired_top1, side
 from kvlib.report.palette import path_label
-from kvlib.report.summaries import headline, median_times, prefix_lengths
+from kvlib.report.summaries import (
+    headline,
+    lengths_around,
+    main_forcing,
+    median_times,
+    prefix_lengths,
+)
 from kvlib.report.wording import (
     count,
     gigabytes_per_second,
@@ -53,6 +62,26 @@ def final_facts(final: dict) -> dict[str, str]:
         else "How many prompts get worse cannot be said."
     )
     return facts
+
+
+def top1_sentence(final: dict, prompts: pd.DataFrame) -> str:
+    """Whether the learned path's most likely token is native's more often than direct reuse's, prompt by prompt."""
+    found = paired_top1(prompts, main_forcing(final))
+    if found["mean"] is None:
+        return f"Top-1 agreement cannot be compared prompt by prompt: {found['note']}."
+    ci = found.get("ci95")
+    said = f", 95 % interval {signed(100 * ci[0], 2)} to {signed(100 * ci[1], 2)}" if ci else ""
+    text = (
+        f"The share of steps with native's most likely token changes by {signed(100 * found['mean'], 2)} percentage points{said}; "
+        f"it is higher on {count(found['wins'])} prompts, lower on {count(found['losses'])} and equal on {count(found['ties'])}."
+    )
+    told = {
+        1: "By this measure too the correction brings the target closer to native.",
+        -1: "By this measure the correction does harm.",
+        0: "That is not distinguishable from zero: the gain shows in the distributions, not surely in the most likely token.",
+        None: "There is no interval to judge that by.",
+    }
+    return f"{text} {told[side(found)]}"
 
 
 def step_facts(steps) -> dict[str, str]:
@@ -212,7 +241,7 @@ def _learned_mode(latency: dict) -> str:
 def _crossover(latency: dict, kind: str, shortest: int) -> str:
     found = latency["crossover"].get(kind) or {}
     if found.get("learned"):
-        return f"The learned handoff overtakes native prefill near {found['learned']:,.0f} tokens."
+        return f"The learned handoff overtakes native prefill between {lengths_around(latency, found['learned'])} tokens."
     if found.get("below"):
         return f"The learned handoff is ahead of native prefill from the shortest length, {shortest:,}, on."
     return "The learned handoff does not overtake native prefill at any length that was measured."

@@ -78,8 +78,8 @@ def moved_sentence(final: dict, latency: dict, tokens: int, limit: float) -> str
         return f"{text} The point that the study calls a trade-off has moved: the same fidelity, at direct's latency."
     if learned["p50_ms"] < written["p50_ms"]:
         return (
-            f"{text} The point has moved at the same fidelity, but not as far as direct's latency: up to {limit:g} times was to be "
-            "reached."
+            f"{text} The point has moved at the same fidelity, but not as far as direct's latency: the limit set beforehand was "
+            f"{limit:g} times direct reuse."
         )
     return f"{text} Here the point has not moved: the way that is handed over is no faster than writing out."
 
@@ -219,7 +219,7 @@ def reached_sentence(targets: list[Target]) -> str:
         sum(one.met for one in known),
         [f"{one.what} ({one.value:.3g} at {one.tokens:,} tokens)" for one in known if not one.met],
     )
-    text = f"Of the figures that were to be reached this run measures {count(len(known))}, and {of(met, len(known))} "
+    text = f"Of the figures that were set beforehand this run measures {count(len(known))}, and {of(met, len(known))} "
     text += f"{'is' if met == 1 else 'are'} met"
     text += f"; not met: {'; '.join(missed)}." if missed else "."
     aimed = [one for one in known if one.aim is not None]

@@ -1,10 +1,11 @@
 """Sentences of “Can this be trusted?”: what was attacked and what came of it."""
 
+from kvlib.report.agreement import RawTables, clustered_interval, paired_first_step, side
 from kvlib.report.figures.trust import control_label
 from kvlib.report.prose.evidence import evidence_headline
 from kvlib.report.prose.results import times
 from kvlib.report.summaries import headline, main_forcing
-from kvlib.report.wording import UNKNOWN, count, join, number, percent, plural
+from kvlib.report.wording import UNKNOWN, count, interval, join, number, percent, plural, signed
 from kvlib.study.decision import CONTENT_SHARE, NOISE_FACTOR
 
 VERDICTS = {
@@ -148,6 +149,25 @@ def canary_sentence(final: dict) -> str:
         f"At the first new token alone, KL and agreement with native are {join(said, '; ')}. It is the one token that a "
         "handoff must get right before any of the target's own tokens can help."
     )
+
+
+def first_step_sentence(final: dict, raw: RawTables) -> str:
+    """The paired difference at the first forced step, and whether it can be told from nothing."""
+    found = paired_first_step(raw.steps, raw.prompts, main_forcing(final))
+    if found["mean"] is None:
+        return f"The first step cannot be compared prompt by prompt: {found['note']}."
+    text = (
+        f"Prompt by prompt the learned correction differs from direct reuse at the first token by {signed(found['mean'])} nats"
+        f" (95 % interval {interval(found.get('ci95'))}, with errors by article {interval(clustered_interval(found))}), lower on "
+        f"{found['wins']} of {found['prompts']} prompts."
+    )
+    told = {
+        -1: "At the first token too it brings the target closer to native.",
+        1: "At the first token it does harm.",
+        0: "That is not distinguishable from zero: the gain over all forced steps says nothing sure about the one token that is timed.",
+        None: "There is no interval to judge that by.",
+    }
+    return f"{text} {told[side(found)]}"
 
 
 def controls_sentence(final: dict) -> str:

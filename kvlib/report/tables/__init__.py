@@ -15,7 +15,18 @@ from kvlib.report.tables.making import (
     texts,
 )
 from kvlib.report.tables.planning import plan_cards, plan_downloads, plan_memory, plan_stages
-from kvlib.report.tables.results import frontier, headline, latency, memory, paired, paths, prompts, steps
+from kvlib.report.tables.results import (
+    first_tokens,
+    frontier,
+    headline,
+    latency,
+    memory,
+    paired,
+    paths,
+    prompts,
+    steps,
+    top1,
+)
 from kvlib.report.tables.speed import (
     cold,
     floor,
@@ -33,6 +44,7 @@ from kvlib.report.tables.trust import (
     controls,
     decision,
     first_step,
+    first_step_paired,
     gates,
     noise,
     worst,
@@ -52,6 +64,8 @@ __all__ = [
     "decision",
     "durations",
     "first_step",
+    "first_step_paired",
+    "first_tokens",
     "floor",
     "frontier",
     "gate",
@@ -85,6 +99,7 @@ __all__ = [
     "targets",
     "texts",
     "to_html",
+    "top1",
     "unfold",
     "worst",
 ]

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from kvlib.report import summaries, wording
+from kvlib.report import agreement, summaries, wording
 from kvlib.report.palette import PATHS, path_label
 from kvlib.report.speed import way_of
 
@@ -57,6 +57,53 @@ def paired(final: dict) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+def top1_text(found: dict) -> str:
+    """A paired difference of shares in percentage points, with its interval."""
+    if found["mean"] is None:
+        return wording.UNKNOWN
+    mean = f"{wording.signed(100 * found['mean'], 2)} points"
+    ci = found.get("ci95")
+    return f"{mean} ({wording.signed_interval([100 * end for end in ci], 2)})" if ci else mean
+
+
+def top1(prompts: pd.DataFrame, forcings: list[str]) -> pd.DataFrame:
+    """Top-1 agreement, path minus direct reuse, by prompt. prompts: `frozen_evaluation/prompts.parquet`."""
+    rows = []
+    for forcing in forcings:
+        for path in (p for p in ("learned", "ridge") if p in set(prompts.path)):
+            found = agreement.paired_top1(prompts, forcing, path)
+            low, high = found.get("ci95") or (None, None)
+            by_article = agreement.clustered_interval(found) or (None, None)
+            rows.append(
+                {
+                    "forcing": forcing,
+                    "comparison": f"{path} − direct",
+                    "mean (share of steps)": found["mean"],
+                    "± se": found["se"],
+                    "± se, by article": found.get("se_clustered"),
+                    "95 % from": low,
+                    "to": high,
+                    "by article from": by_article[0],
+                    "by article to": by_article[1],
+                    "higher on": found["wins"],
+                    "lower on": found["losses"],
+                    "equal on": found["ties"],
+                    "Wilcoxon p": found["wilcoxon_p"],
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def first_tokens(raw: pd.DataFrame) -> pd.DataFrame:
+    """On how many timed prompts a path's first token is native's, by length. raw: `latency/raw.parquet`."""
+    found = agreement.first_tokens(raw)
+    table = found.assign(said=[f"{a} of {n}" for a, n in zip(found.agree, found.prompts, strict=True)])
+    wide = table.pivot(index="prefix_tokens", columns="path", values="said").reset_index()
+    order = [path for path in PATHS if path in wide]
+    names = {"prefix_tokens": "prefix (tokens)"} | {path: path_label(path) for path in order}
+    return wide[["prefix_tokens", *order]].rename_axis(columns=None).rename(columns=names)
 
 
 def prompts(table: pd.DataFrame, forcing: str) -> pd.DataFrame:
@@ -132,8 +179,8 @@ def frontier(final: dict, latency: dict) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(object).pipe(lambda t: t.where(t.notna(), None))
 
 
-def headline(final: dict, latency: dict) -> pd.DataFrame:
-    """The four paths in one small table for the front page."""
+def headline(final: dict, latency: dict, prompts: pd.DataFrame) -> pd.DataFrame:
+    """The four paths in one small table for the front page. prompts: `frozen_evaluation/prompts.parquet`."""
     found, longest = summaries.headline(final), summaries.prefix_lengths(latency)[-1]
     times = summaries.median_times(latency, longest)
     rows = []
@@ -153,8 +200,14 @@ def headline(final: dict, latency: dict) -> pd.DataFrame:
                 "path": path_label(path),
                 "KL32 (nats)": kl["mean"],
                 "against direct (95 % interval)": against,
+                "… errors by article": wording.signed_interval(agreement.clustered_interval(paired_with))
+                if paired_with and not reference
+                else None,
                 "lower on": lower,
                 "top-1 agreement": wording.percent(found["paths"][path]["top1"], 1),
+                "top-1 against direct (95 % interval)": None
+                if reference
+                else top1_text(agreement.paired_top1(prompts, summaries.main_forcing(final), path)),
                 f"first token at {longest:,} tokens": wording.milliseconds(times.get((path, "resident"))),
                 "… source included": wording.milliseconds(times.get((path, "cold"))),
             }

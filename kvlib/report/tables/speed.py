@@ -77,7 +77,11 @@ def modes(latency: dict) -> pd.DataFrame:
                     "peak extra memory (MiB)": _peak(row),
                     "repetitions": row["repetitions"],
                 }
-                | ({"compile time (s)": row.get("compile_seconds")} if compile_known else {})
+                | (
+                    {"compiled, or found compiled, in (s)": row.get("compile_seconds")}
+                    if compile_known
+                    else {}
+                )
             )
     return _table(rows)
 

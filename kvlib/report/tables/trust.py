@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from kvlib.report.agreement import clustered_interval, paired_first_step
 from kvlib.report.figures.trust import control_label
 from kvlib.report.palette import PATHS, path_label
 from kvlib.report.summaries import main_forcing
@@ -67,6 +68,7 @@ def noise(final: dict) -> pd.DataFrame:
             "native against": NOISE[name],
             "KL32 (nats)": entry["kl32"]["mean"],
             "± se": entry["kl32"]["se"],
+            "± se, by article": entry["kl32"]["se_clustered"],
             "top-1": entry["top1"],
             "first step, KL (nats)": entry["step1"]["kl"]["mean"],
         }
@@ -89,6 +91,32 @@ def first_step(final: dict) -> pd.DataFrame:
         for forcing, found in final["forcing"].items()
         for path, entry in _in_order(found["step1"], PATHS)
     ]
+    return pd.DataFrame(rows)
+
+
+def first_step_paired(steps: pd.DataFrame, prompts: pd.DataFrame, forcings: list[str]) -> pd.DataFrame:
+    """KL at the first step, path minus direct reuse, by prompt. steps, prompts: the final evaluation's raw tables."""
+    rows = []
+    for forcing in forcings:
+        for path in (p for p in ("learned", "ridge") if p in set(steps.path)):
+            found = paired_first_step(steps, prompts, forcing, path)
+            plain, by_article = found.get("ci95") or (None, None), clustered_interval(found) or (None, None)
+            rows.append(
+                {
+                    "forcing": forcing,
+                    "comparison": f"{path} − direct",
+                    "mean at step 1 (nats)": found["mean"],
+                    "± se": found["se"],
+                    "± se, by article": found.get("se_clustered"),
+                    "95 % from": plain[0],
+                    "to": plain[1],
+                    "by article from": by_article[0],
+                    "by article to": by_article[1],
+                    "lower on": found["wins"],
+                    "of prompts": found["prompts"],
+                    "Wilcoxon p": found["wilcoxon_p"],
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -137,13 +165,17 @@ def checks(found: list[dict]) -> pd.DataFrame:
     rows = [
         {
             "check": entry["check"],
-            "compared": entry["checked"],
-            "do not match": len(entry["mismatches"]),
-            "the first": entry["mismatches"][0] if entry["mismatches"] else "",
+            "compared": entry["checked"] or None,
+            "do not match": len(entry["mismatches"]) if entry["checked"] or entry["mismatches"] else None,
+            "the first": entry["mismatches"][0]
+            if entry["mismatches"]
+            else ""
+            if entry["checked"]
+            else "nothing of it in this run",
         }
         for entry in found
     ]
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, dtype=object)
 
 
 def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) -> pd.DataFrame:
@@ -197,7 +229,11 @@ def attacked(records: dict[str, dict], found: list[dict], attacks: dict | None) 
     ]
     if attacks is None:
         rows.append(
-            ("runs that are killed, started twice or run out of disk", 0, "not attacked beside this run")
+            (
+                "runs that are killed, started twice or run out of disk",
+                0,
+                "not attacked beside this run: nothing is claimed",
+            )
         )
     else:
         rows += [
