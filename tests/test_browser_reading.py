@@ -43,12 +43,10 @@ def opened(browser, book):  # noqa: F811
     """Opens a page of the book by name, its charts drawn; closed after the test."""
     pages = []
 
-    def open_page(name: str, script: str = "", anchor: str = "", **options):
+    def open_page(name: str, **options):
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
         pages.append(page)
-        if script:
-            page.add_init_script(script)
-        page.goto((book / f"{name}.html").as_uri() + f"#{anchor}" * bool(anchor), wait_until="load")
+        page.goto((book / f"{name}.html").as_uri(), wait_until="load")
         page.wait_for_function(DRAWN)
         return page
 
@@ -112,9 +110,10 @@ TOOLS_ON_LEGEND = """() => [...document.querySelectorAll('.js-plotly-plot')].fil
 def test_the_tool_bar_is_off_the_legend_on_a_desk_and_away_on_a_phone(opened):
     for name in ("index", "chapters/01_screening", "chapters/04_latency", "prompts"):
         page = opened(name)
-        assert page.locator(".modebar").count() > 0, name
+        page.locator(".modebar").first.wait_for(state="attached")
         assert page.evaluate(TOOLS_ON_LEGEND) == 0, name
         phone = opened(name, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+        phone.locator(".modebar-container").first.wait_for(state="attached")
         assert not any(bar.is_visible() for bar in phone.locator(".modebar-container").all()), name
 
 
@@ -123,25 +122,18 @@ def test_a_page_without_a_chart_does_not_load_the_chart_library(opened):
     assert opened("index").evaluate("typeof window.Plotly") == "object"
 
 
-def test_the_chart_in_view_is_drawn_before_those_above_it(opened):
-    watch = """addEventListener('kv-figure', event => (window.order = window.order || []).push(
-      [...document.querySelectorAll('.plotly-graph-div')].indexOf(event.target)), true)"""
-    page = opened("chapters/03_frozen_evaluation", script=watch, anchor="step-by-step")
-    order = page.evaluate("window.order")
-    assert sorted(order) == list(range(len(order))) and order[0] == len(order) - 1
-
-
 def test_a_table_that_is_wider_than_its_place_says_so(opened):
     page = opened("chapters/03_frozen_evaluation", viewport={"width": 390, "height": 844})
+    page.wait_for_function("document.querySelector('.kv-scroll[data-more]')")
     found = page.evaluate(
-        """() => [...document.querySelectorAll('.kv-scroll')].filter(s => s.clientWidth).map(
+        """() => [...document.querySelectorAll('.kv-scroll[data-more]')].filter(s => s.clientWidth).map(
           s => [s.scrollWidth > s.clientWidth + 1, !s.previousElementSibling.hidden, s.dataset.more.includes('right')])"""
     )
     assert any(wide for wide, *_ in found)
     assert all(wide == hint == more for wide, hint, more in found)
-    wide = page.locator(".kv-scroll[data-more=right]").first
+    wide = page.locator(".kv-scroll[data-more=right]").first.element_handle()
     wide.evaluate("scroll => { scroll.scrollLeft = scroll.scrollWidth }")
-    page.wait_for_function("s => s.dataset.more.trim() === 'left'", arg=wide.element_handle())
+    page.wait_for_function("s => s.dataset.more.trim() === 'left'", arg=wide)
 
 
 def test_the_slider_moves_the_times_by_keyboard_and_says_so(opened):

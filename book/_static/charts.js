@@ -69,10 +69,10 @@
     const places = Array.from(document.querySelectorAll(".plotly-graph-div"));
     if (!places.length) return;
     const library = await plotly();
-    places.sort((a, b) => inView(b) - inView(a)); // stable: else in the page's order
     (function next() {
       if (!places.length) return;
-      draw(places.shift(), library);
+      const [place] = places.splice(Math.max(0, places.findIndex(inView)), 1); // none in view: in the page's order
+      draw(place, library);
       setTimeout(next, 0); // the browser shows what there is before it draws more
     })();
   }
