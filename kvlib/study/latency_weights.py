@@ -3,7 +3,7 @@
 from kvlib.latency import Round
 from kvlib.study.profile import Latency
 
-BROKEN_DOWN, BREAKDOWN_REPETITIONS = ("direct", "learned"), 3
+BROKEN_DOWN, BREAKDOWN_REPETITIONS = ("direct", "learned"), 5
 
 
 def has_pipeline(config: Latency, index: int) -> bool:
