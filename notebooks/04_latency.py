@@ -168,7 +168,8 @@ show_table(
 # %% tags=["hide-input"]
 show(
     figures.step_parts(latency),
-    "Each bar is one profiled step, the one of a few repetitions that took the median time. “Attaching and leaving” counts what a handoff does before and"
+    "Each bar is one profiled step, of a few repetitions the one that took the median time. “Attaching and leaving” counts what"
+    " a handoff does before and"
     " after the model runs, Python included. On a processor an operator counts with the time for which its caller waits, on a GPU"
     " with that of its kernels.",
     tables.step_parts(latency),
