@@ -129,13 +129,14 @@ def two_segment_attention(
     step = attend.kernel(q, prefix_keys, prefix_values, new_keys, new_values)
     if step is not None and not (torch.is_grad_enabled() and (key_map.learns or value_map.learns)):
         q = (q.float() * scaling).reshape(batch, heads, group, dim)
-        read = q if key_map.is_identity else key_map.transpose(q)
-        bias = None if key_map.bias is None else (q * key_map.bias.unsqueeze(-2)).sum(-1)
-        apart = not value_map.is_identity
-        out, new, share = step(
-            read, q, prefix_keys, prefix_values, new_keys, new_values, bias, prefix_valid, apart
-        )
-        if apart:
+        cached = prefix_keys, prefix_values, new_keys, new_values
+        if key_map.left is None and value_map.left is None:
+            maps = key_map.dense, key_map.bias, value_map.dense, value_map.bias
+            out, _, _ = step(q, *cached, prefix_valid, maps=maps)
+        else:
+            bias = None if key_map.bias is None else (q * key_map.bias.unsqueeze(-2)).sum(-1)
+            read = key_map.transpose(q)
+            out, new, share = step(q, *cached, prefix_valid, read=read, bias=bias, apart=True)
             out = value_map.forward(out, share.unsqueeze(-1)).add_(new)
         return out.view(q.shape[0], query_heads, steps, dim).to(dtype)
     if q.device.type == "cpu" and dtype != torch.float64:

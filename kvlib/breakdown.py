@@ -50,7 +50,8 @@ def breakdown(
         prompt: (1, T). prefix: the source's cache over T − 1, None for native; a path that consumes it gets copies.
 
     Returns: {"part", "ms"} for each of `PARTS`. On a CPU an operator counts with its time on the calling thread, which
-        waits for the others; on CUDA with its kernels' time, and the rest of the wall clock is "Python and launching".
+        waits for the others; on CUDA with its kernels' time, and the rest of the wall clock is "Python and launching". Compiled
+        attention applies an absorbed map in its own pass: that counts as attention.
     """
     found = []
     for repetition in range(repetitions + 1):

@@ -171,7 +171,8 @@ show(
     "Each bar is one profiled step, of a few repetitions the one that took the median time. “Attaching and leaving” counts what"
     " a handoff does before and"
     " after the model runs, Python included. On a processor an operator counts with the time for which its caller waits, on a GPU"
-    " with that of its kernels.",
+    " with that of its kernels. Attention that is compiled applies an absorbed map in its own pass, so that the map is no part of"
+    " its own there.",
     tables.step_parts(latency),
     "latency/breakdown.parquet",
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_llama, tokens
 
-from kvlib import DirectMap, attention, handoff, prefill
+from kvlib import DirectMap, KvlibError, attention, handoff, prefill
 from kvlib.attention import IDENTITY, Affine, two_segment_attention
 from kvlib.kernels import attend
 
@@ -43,6 +43,17 @@ def maps(heads, dim, seed=1):
     return Affine(dense, drawn(heads, dim)), Affine(None, drawn(heads, dim), *low_rank, 0.5)
 
 
+def dense_maps(heads, dim, seed=1):
+    """Keys and values as `composed` maps leave them: one matrix and a bias, one of them without either part."""
+    (key, _), (value, low_rank) = maps(heads, dim, seed), maps(heads, dim, seed + 1)
+    return {
+        "both": (key, value),
+        "no bias": (Affine(key.dense), Affine(value.dense)),
+        "keys alone": (key, IDENTITY),
+        "a bias alone": (IDENTITY, Affine(None, low_rank.bias)),
+    }
+
+
 def exact(arguments, both=(IDENTITY, IDENTITY), valid=None):
     wide = [t.double() for t in arguments]
     scaling = arguments[0].shape[-1] ** -0.5
@@ -68,6 +79,28 @@ def test_every_shape_is_attention(shape, mapped, padded):
     assert float((found(arguments, both, valid) - wanted).abs().max()) < 64 * 2**-24 * float(
         wanted.abs().max()
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["both", "no bias", "keys alone", "a bias alone"])
+def test_maps_of_one_matrix_are_applied_in_the_same_pass(monkeypatch, shape, kind):
+    def never(*_):
+        raise AssertionError("a map was applied outside of the compiled step")
+
+    arguments, both = tensors(*shape), dense_maps(shape[1], shape[5])[kind]
+    valid = torch.rand(shape[0], shape[3], generator=torch.Generator().manual_seed(2)) > 0.4
+    wanted = exact(arguments, both, valid)
+    monkeypatch.setattr(Affine, "forward", never)
+    monkeypatch.setattr(Affine, "transpose", never)
+    result = found(arguments, both, valid)
+    assert float((result - wanted).abs().max()) < 64 * 2**-24 * float(wanted.abs().max())
+    untouched = exact(arguments, (IDENTITY, IDENTITY), valid)
+    assert shape[3] == 0 or float((wanted - untouched).abs().max()) > 1e-3
+
+
+def test_a_map_of_another_shape_is_refused():
+    with pytest.raises(KvlibError, match="key_dense .* given for 3 KV heads of 64, expected"):
+        found(tensors(1, 3, 3, 40, 1, 64), (Affine(torch.ones(2, 64, 64)), IDENTITY))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -15,6 +15,7 @@ from kvlib.report import figures, gpu, prose, speed, tables
 from kvlib.report.agreement import read_raw_tables
 from kvlib.report.figures.speed import PART_STYLES, WRITTEN
 from kvlib.report.prose.pages import front_facts
+from kvlib.report.prose.speed import parts_sentence
 from kvlib.study.run import read_summary
 
 STAGES = ("pair", "screening", "confirmation", "frozen_evaluation", "latency")
@@ -189,6 +190,12 @@ def test_the_profiler_s_own_cost_and_the_map_s_share_are_told(final, latency):
     whole = sum(speed.parts_of(latency, 8192, "learned").values())
     assert speed.parts_of(latency, 8192, "direct")[MAP] == 0
     assert f"{whole:,.1f}" in said["profiler"] and "4.0\u00a0%" in said["parts"]
+
+
+def test_a_map_that_compiled_attention_applies_has_no_part_of_its_own(latency):
+    for row in latency["breakdown"]:
+        row["ms"] *= row["part"] != MAP
+    assert parts_sentence(latency).endswith("is applied within attention, and takes no part of its own.")
 
 
 def test_ways_that_were_left_out_have_their_reason(final, latency):

@@ -46,8 +46,11 @@ struct segment {
 
 struct step {
     struct segment prefix, new;
-    const float *read, *query;    /* (B, H, ROWS, D), scaled: for the prefix, for the new positions */
-    const float *bias;            /* (B, H, ROWS) on the prefix's scores, or NULL */
+    float *read;                  /* (B, H, ROWS, D), scaled, for the prefix; made here where there is a key_dense */
+    const float *query;           /* the same for the new positions */
+    float *bias;                  /* (B, H, ROWS) on the prefix's scores, or NULL; made here where there is a key_bias */
+    /* Of keys and values that are read as x W + c: W (H, D, D) and c (H, D), each or NULL */
+    const float *key_dense, *key_bias, *value_dense, *value_bias;
     const uint8_t *valid;         /* (B, T) of the prefix, or NULL */
     float *out, *out_new, *share; /* (B, H, ROWS, D) of the prefix, of the new positions or, when NULL, both in `out`; the prefix's
                                      part of the weights (B, H, ROWS) */
@@ -158,11 +161,49 @@ static void one(const struct step *of, int64_t n, int64_t at, int64_t of_prefix,
           first && of->valid ? of->valid + batch * from->positions + start : 0, result);
 }
 
+static inline float product(const float *x, const float *y) {
+    vector sums = {0};
+    float rest = 0;
+    int d = 0;
+    for (; d + LANES <= DIM; d += LANES) sums += *(const vector *)(x + d) * *(const vector *)(y + d);
+    for (; d < DIM; d++) rest += x[d] * y[d];
+    return total(sums) + rest;
+}
+
+/* The queries of one prompt and KV head as they read unmapped keys: q (k W + c) = (q W^T) k + q c */
+static void read_through(const struct step *of, int64_t n) {
+    const int64_t head = n % of->heads;
+    for (int r = 0; r < ROWS; r++) {
+        const float *q = of->query + (n * ROWS + r) * DIM;
+        if (of->key_bias) of->bias[n * ROWS + r] = product(q, of->key_bias + head * DIM);
+        if (of->key_dense)
+            for (int d = 0; d < DIM; d++)
+                of->read[(n * ROWS + r) * DIM + d] = product(q, of->key_dense + (head * DIM + d) * DIM);
+    }
+}
+
+/* out += what the prefix comes to, `sums`, through the values' map: o W + share c */
+static inline void map_values(const struct step *of, int64_t head, const float *sums, float share, float *out) {
+    if (of->value_dense)
+        for (int d = 0; d < DIM; d++) {
+            const float *row = of->value_dense + (head * DIM + d) * DIM;
+            for (int e = 0; e < DIM; e++) out[e] += sums[d] * row[e];
+        }
+    else
+        for (int e = 0; e < DIM; e++) out[e] += sums[e];
+    if (of->value_bias)
+        for (int e = 0; e < DIM; e++) out[e] += share * of->value_bias[head * DIM + e];
+}
+
 void attend(const struct step *of) {
     const int64_t of_prefix = (of->prefix.positions + BLOCK - 1) / BLOCK, all = of->batches * of->heads;
     const int64_t blocks = of_prefix + (of->new.positions + BLOCK - 1) / BLOCK, size = ROWS * (DIM + 2);
 #pragma omp parallel num_threads((int)of->threads)
     {
+        if (of->key_dense || of->key_bias) {
+#pragma omp for schedule(static)
+            for (int64_t n = 0; n < all; n++) read_through(of, n);
+        }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < all * blocks; i++) one(of, i / blocks, i % blocks, of_prefix, of->scratch + i * size);
 #pragma omp for schedule(static) nowait
@@ -177,11 +218,12 @@ void attend(const struct step *of) {
                 if (b < of_prefix) share += scale * part[1];
                 for (int d = 0; d < DIM; d++) sums[b >= of_prefix][d] += scale * part[2 + d];
             }
-            for (int d = 0; d < DIM; d++) {
-                of->out[i * DIM + d] = (sums[0][d] + (of->out_new ? 0 : sums[1][d])) / weight;
-                if (of->out_new) of->out_new[i * DIM + d] = sums[1][d] / weight;
-            }
+            float *out = of->out + i * DIM, *apart = of->out_new ? of->out_new + i * DIM : out;
             of->share[i] = share / weight;
+            for (int d = 0; d < DIM; d++) sums[0][d] /= weight, sums[1][d] /= weight;
+            memset(out, 0, DIM * 4);
+            memcpy(apart, sums[1], DIM * 4);
+            map_values(of, n % of->heads, sums[0], of->share[i], out);
         }
     }
 }

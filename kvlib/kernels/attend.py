@@ -1,7 +1,8 @@
 """One new token's attention by `attend.c`: one pass over the cached keys and values, whole softmax included.
 
 Step by step torch reads the keys, writes scores, reads them for the softmax and reads the values, and on a processor its
-products of a few rows are far from what the memory gives. Every path that goes through a handoff attends by the same code.
+products of a few rows are far from what the memory gives. Every path that goes through a handoff attends by the same code,
+and a map that attention absorbs as one matrix for keys and one for values is applied in the same pass.
 """
 
 import ctypes
@@ -18,6 +19,9 @@ SOURCE = Path(__file__).with_name("attend.c")
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BLOCK = 256  # positions, as in the source
 MAX_ROWS, MAX_DIM = 16, 256  # above, what a block sums up does not stay in the registers
+
+
+MAPS = ("key_dense", "key_bias", "value_dense", "value_bias")
 
 
 class Segment(ctypes.Structure):
@@ -39,7 +43,8 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         [(name, Segment) for name in ("prefix", "new")]
-        + [(n, ctypes.c_void_p) for n in ("read", "query", "bias", "valid", "out", "out_new", "share", "scratch")]
+        + [(name, ctypes.c_void_p) for name in ("read", "query", "bias", *MAPS)]
+        + [(name, ctypes.c_void_p) for name in ("valid", "out", "out_new", "share", "scratch")]
         + [(name, ctypes.c_int64) for name in ("batches", "heads", "threads")]
     )  # fmt: skip
 
@@ -74,23 +79,42 @@ def _compiled(dim: int, rows: int, stored: int) -> Callable | None:
     return functools.partial(_attend, step)
 
 
-def _attend(step, read, q, prefix_keys, prefix_values, new_keys, new_values, bias, valid, apart: bool):
+def _attend(
+    step, q, prefix_keys, prefix_values, new_keys, new_values, valid, *,
+    read=None, bias=None, apart: bool = False, maps: tuple = (None,) * len(MAPS),
+):  # fmt: skip
     """One softmax over both segments: (what the prefix comes to, what the new positions do, the prefix's share).
 
-    read, q: scaled queries (B, H, R, D) in float32 for the prefix and for the new positions. bias: (B, H, R) on the prefix's
-    scores, or None. valid: bool (B, T) or None. apart: else the first result holds both sums, and the second is None.
+    q: scaled queries (B, H, R, D) in float32. valid: bool (B, T) or None. maps: W (H, D, D) and c (H, D) of keys and of values
+    that are read as x W + c, float32, in the order of `MAPS`, each or None.
+
+    read, bias, apart: for maps that are applied by the caller: the queries for the prefix, what is added to its scores
+    (B, H, R), and that both sums are wanted; else the first result holds both, and the second is None.
 
     Returns: (B, H, R, D) float32, the same or None, (B, H, R).
     """
     batch, heads, rows, dim = q.shape
     blocks = -(-prefix_keys.shape[2] // BLOCK) - (-new_keys.shape[2] // BLOCK)
-    read, q = read.contiguous(), q.contiguous()
+    q = q.contiguous()
+    # C reads where it is told to: what it is told must be so
+    for name, given in zip(MAPS, maps):
+        wanted = (heads, dim, dim) if name.endswith("dense") else (heads, dim)
+        if given is not None and given.shape != wanted:
+            raise KvlibError(
+                f"{name} {tuple(given.shape)} given for {heads} KV heads of {dim}, expected {wanted}: take a map of this pair"
+            )
+    maps = [None if t is None else t.to(torch.float32).contiguous() for t in maps]
+    key_dense, key_bias = maps[:2]
+    read = torch.empty_like(q) if key_dense is not None else q if read is None else read.contiguous()
+    if key_bias is not None:
+        bias = q.new_empty(batch, heads, rows)
     bias = None if bias is None else bias.contiguous()
     valid = None if valid is None else valid.contiguous()
     out, share = torch.empty_like(q), q.new_empty(batch, heads, rows)
     new = torch.empty_like(q) if apart else None
     scratch = q.new_empty(batch * heads * blocks * rows * (dim + 2))
-    pointers = (None if t is None else t.data_ptr() for t in (read, q, bias, valid, out, new, share, scratch))
+    tensors = (read, q, bias, *maps, valid, out, new, share, scratch)
+    pointers = (None if t is None else t.data_ptr() for t in tensors)
     segments = Segment.of(prefix_keys, prefix_values), Segment.of(new_keys, new_values)
     step(Step(*segments, *pointers, batch, heads, torch.get_num_threads()))
     return out, new, share

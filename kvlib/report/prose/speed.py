@@ -167,10 +167,12 @@ def parts_sentence(latency: dict) -> str:
         return "No step was taken apart in this run."
     parts = parts_of(latency, max(bars), "learned")
     whole, largest = sum(parts.values()), max(parts, key=parts.get)
-    return (
-        f"Of the learned step over {max(bars):,} tokens the largest part is “{largest}”, {percent(parts[largest] / whole)}; the map "
-        f"itself takes {milliseconds(parts[MAP])}, {percent(parts[MAP] / whole)}."
+    own = (
+        f"the map itself takes {milliseconds(parts[MAP])}, {percent(parts[MAP] / whole)}."
+        if parts[MAP]
+        else "the map itself is applied within attention, and takes no part of its own."
     )
+    return f"Of the learned step over {max(bars):,} tokens the largest part is “{largest}”, {percent(parts[largest] / whole)}; {own}"
 
 
 def profiler_sentence(latency: dict) -> str:
