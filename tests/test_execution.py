@@ -166,6 +166,11 @@ def wait_for(condition, seconds: float):
     pytest.fail("waited in vain")
 
 
+def interruptible() -> None:
+    """In a new process: Ctrl-C counts, also where the tests themselves run in the background, whose children ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

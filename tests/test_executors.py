@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from benches import KILLED_ARM, MeetingBench, Pretended, open_and_die_once, open_without_training
-from test_execution import alive, wait_for
+from test_execution import alive, interruptible, wait_for
 from tiny import refused
 
 from kvlib.study import execution, names
@@ -224,8 +224,9 @@ def test_a_stopped_process_takes_its_workers_along(tmp_path, short_folder, numbe
     environment = {**os.environ, "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1", "TMPDIR": short_folder}
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, stdout=said, stderr=said
-        )
+            [sys.executable, "-c", SCRIPT, str(tmp_path)], env=environment, stdout=said, stderr=said,
+            preexec_fn=interruptible,
+        )  # fmt: skip
     mark = tmp_path / "attempts of sleep 0"
     try:
         began = lambda: mark.exists() and mark.read_text().endswith("\n")

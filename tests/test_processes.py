@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benches import KILLED_ARM, Remembering
-from test_execution import alive, wait_for
+from test_execution import alive, interruptible, wait_for
 from tiny import refused
 
 from kvlib.study.arms import all_arms
@@ -248,7 +248,7 @@ def test_a_stopped_process_takes_its_workers_along(tmp_path, number):
     with open(tmp_path / "said", "w") as said:
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=said, stderr=said,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=interruptible,
         )  # fmt: skip
     marks = [tmp_path / f"attempts of sleep {n}" for n in (0, 1)]
     try:

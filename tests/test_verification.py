@@ -190,12 +190,12 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], set[str], str]] = {
     ),
     "two ways that differ": (
         edit(f"{FINAL}/{SUMMARY}", set_at("agreement", 0, "max_abs_difference", "in_place", 0.02)),
-        {"final"},
+        {"final evaluation"},
         "expected at most the tolerance",
     ),
     "a way that was left out": (
         edit(f"{FINAL}/{SUMMARY}", lambda s: s["agreement"][1]["max_abs_difference"].pop("in_place")),
-        {"final"},
+        {"final evaluation"},
         "modes",
     ),
     "a gate left out": (
