@@ -7,21 +7,11 @@
    The positions are cut into blocks that all threads share. A block's scores and weights stay in the processor's cache; what it
    comes to (largest score, sum of weights, weighted sum of values) is put together at the end, as one softmax over all would. */
 #include <math.h>
-#include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-#define BYTES 64
-#elif defined(__AVX__)
-#define BYTES 32
-#else
-#define BYTES 16
-#endif
+#include "vectors.h"
 
-typedef float vector __attribute__((vector_size(BYTES), aligned(4), may_alias));
-typedef int32_t whole __attribute__((vector_size(BYTES)));
-
-enum { LANES = BYTES / 4, WIDTH = (DIM + LANES - 1) / LANES, BLOCK = 256, AHEAD = 16 };
+enum { WIDTH = (DIM + LANES - 1) / LANES, BLOCK = 256, AHEAD = 16 };
 
 #if STORED == 1
 typedef uint16_t stored;
@@ -81,8 +71,9 @@ static inline float total(vector v) {
     return sums[0];
 }
 
-/* e^x of x <= 0, to about one unit in the last place; 0 below -87, NaN stays NaN */
-static inline vector exponential(vector x) {
+/* e^x of x <= 0, to about one unit in the last place; NaN stays NaN. Unlike `exponential` it is 0 below -87, so that what is
+   masked has no weight at all. */
+static inline vector weight_of(vector x) {
     const whole low = x < -87.0f;
     x = (vector)(((whole)x & ~low));
     const vector magic = (vector){0} + 12582912.0f;
@@ -132,7 +123,7 @@ static void block(const stored *keys, const stored *values, int64_t key_step, in
         const float from = largest == -INFINITY ? 0 : largest;
         for (int p = 0; p < BLOCK; p += LANES) {
             vector *few = (vector *)(s[r] + p);
-            *few = exponential(*few - from);
+            *few = weight_of(*few - from);
             weights += *few;
         }
         own[0] = largest, own[1] = total(weights);

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from kvlib.errors import KvlibError
-from kvlib.kernels.compiler import library
+from kvlib.kernels.compiler import library_or_none
 
 SOURCE = Path(__file__).with_name("attend.c")
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -71,10 +71,10 @@ def kernel(q: torch.Tensor, *cached: torch.Tensor) -> Callable | None:
 
 @functools.cache
 def _compiled(dim: int, rows: int, stored: int) -> Callable | None:
-    try:
-        step = library(SOURCE, {"DIM": dim, "ROWS": rows, "STORED": stored}).attend
-    except KvlibError:
+    code = library_or_none(SOURCE, {"DIM": dim, "ROWS": rows, "STORED": stored})
+    if code is None:
         return None  # torch's products say the same
+    step = code.attend
     step.restype, step.argtypes = None, [ctypes.POINTER(Step)]
     return functools.partial(_attend, step)
 
