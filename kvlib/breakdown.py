@@ -44,7 +44,7 @@ FUNCTIONS = {
     ATTENTION: [(attaching, "two_segment_attention")],
     ATTACHING: [(latency, "handoff"), (Handoff, "__enter__"), (Handoff, "__exit__")],
 }
-WHOLE = (ATTACHING, ATTENTION, MAP)
+WHOLE = (WEIGHTS, HEAD, ATTACHING, ATTENTION, MAP)
 
 
 @torch.no_grad()
