@@ -96,6 +96,12 @@ def test_every_rank_is_one(counted, residual, features, rank):
     assert counted() == 1 and largest_error(found, exact(cache_map, *both)) < 2e-5
 
 
+def test_a_prompt_of_no_positions_adds_nothing(counted):
+    cache_map, both = drawn_map("linear", "own"), caches(lengths=[0, 37, 0])
+    found = loss_and_gradients(cache_map, *both)
+    assert counted() == 1 and largest_error(found, exact(cache_map, *both)) < 2e-5
+
+
 def test_vectors_are_found_wherever_they_lie(counted):
     """Heads behind positions, layers behind both, another order in the target, an odd number of numbers before them."""
     source, target = caches()

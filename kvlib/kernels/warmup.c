@@ -185,10 +185,10 @@ static void one_prompt(const struct call *of, int64_t task, int64_t number, stru
     memset(own->own_left, 0, sizeof own->own_left);
     memset(own->own_right, 0, sizeof own->own_right);
     for (int64_t start = 0; start < prompt->length; start += BLOCK) {
+        /* tiles are whole: what they make of rows behind the last is never read */
         const int count = in_block(start, prompt->length), whole = (count + TALL - 1) / TALL * TALL;
         fetch(of, task, number, start + BLOCK);
         widen(x + start * prompt->position[0], prompt->position[0], count, own);
-        memset(own->x + count * COLUMNS, 0, (whole - count) * COLUMNS * sizeof(float));
         to_ranks(own->x, COLUMNS, own->left, own->latent, whole, COLUMNS, RANKS);
         if (RMS) weigh(own->latent, count, own->weight);
         to_dims(own->latent, RANKS, own->right, own->delta, whole, RANKS, DIM);
@@ -209,7 +209,6 @@ static void one_prompt(const struct call *of, int64_t task, int64_t number, stru
         }
         found[0] += sum_of(errors);
         found[1] += sum_of(energy);
-        memset(own->error + count * DIM, 0, (whole - count) * DIM * sizeof(float));
         to_ranks(own->error, DIM, own->turned, own->back, whole, DIM, RANKS);
         if (RMS) weigh(own->back, count, own->weight);
         add_outer(own->latent, own->error, own->own_right, count, DIM);
