@@ -82,29 +82,32 @@ def attention_of(model, attention):
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
 
 
-def attach(model, cache, maps, valid, before=None):
+def attach(model, cache, maps, valid, before=None, after=None):
     """Give `model` an attention function of its own that reads the prefix of `cache` through `maps`.
 
     Until it is taken away, the model's linear layers go through `kvlib.linear` as well.
 
     Args:
         maps: (key, value) `Affine` per layer; looked up at every read. valid: bool (B, T) or None.
-        before: called with a layer's index ahead of every read of its prefix.
+        before: called with a layer's index ahead of every read of its prefix. What it returns, if anything, is the
+            `correction` that the read takes along; `after` is called with the index when that is done.
 
     Returns: a function that takes it away again; its `calls` counts how often the model came by, its `name` is
     the attention's.
     """
 
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-        if before is not None:
-            before(module.layer_idx)
         layer = cache.layers[module.layer_idx]
         restore.calls += 1
         _check_call(model, layer, query, key)
+        correction = None if before is None else before(module.layer_idx)
         key_map, value_map = maps[module.layer_idx]
         out = two_segment_attention(
-            query, layer.prefix_keys, layer.prefix_values, key, value, scaling, key_map, value_map, valid
-        )
+            query, layer.prefix_keys, layer.prefix_values, key, value, scaling, key_map, value_map, valid,
+            correction,
+        )  # fmt: skip
+        if correction is not None:
+            after(module.layer_idx)
         return out.transpose(1, 2), None
 
     changes = contextlib.ExitStack()

@@ -9,11 +9,15 @@ are read as they are; one softmax covers both segments.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvlib import products
 from kvlib.kernels import attend
+
+if TYPE_CHECKING:  # it knows maps, which know attention
+    from kvlib.kernels.correct import LayerCorrection
 
 QUERY_ROWS = 4096  # bounds the score matrix: queries are taken in chunks of this many rows per KV head
 
@@ -105,6 +109,7 @@ def two_segment_attention(
     key_map: Affine = IDENTITY,
     value_map: Affine = IDENTITY,
     prefix_valid: torch.Tensor | None = None,
+    correction: "LayerCorrection | None" = None,
 ) -> torch.Tensor:
     """Attention of S new queries over T prefix positions read through the maps, and over N >= S new ones as they are.
 
@@ -113,6 +118,7 @@ def two_segment_attention(
         new_keys, new_values: (B, H, N, D). scaling: factor on the scores.
         key_map, value_map: in the dtype in which this function computes (float32 on a CPU, else q's).
         prefix_valid: bool (B, T), false at padding.
+        correction: what is done to the prefix for good, before it is read or in the same pass. None: nothing.
 
     Returns: (B, Q, S, D), dtype of q. The softmax is float32. On a CPU, half precision is computed in float32: the
     processor's half-precision matrix product rounds the scores to 8 bits. There one new token goes through compiled code
@@ -122,14 +128,20 @@ def two_segment_attention(
     heads, dtype = prefix_keys.shape[1], q.dtype
     group = query_heads // heads
     if steps > 1 and group * steps > QUERY_ROWS:
+        if correction is not None:
+            correction(prefix_keys, prefix_values)
         return _in_query_chunks(
             q, prefix_keys, prefix_values, new_keys, new_values, scaling, key_map, value_map, prefix_valid,
             max(1, QUERY_ROWS // group),
         )  # fmt: skip
-    step = attend.kernel(q, prefix_keys, prefix_values, new_keys, new_values)
-    if step is not None and not (torch.is_grad_enabled() and (key_map.learns or value_map.learns)):
+    cached = prefix_keys, prefix_values, new_keys, new_values
+    step = attend.kernel(q, *cached, correction=correction)
+    if step is not None and torch.is_grad_enabled() and (key_map.learns or value_map.learns):
+        step = None
+    if step is None and correction is not None:
+        correction(prefix_keys, prefix_values)
+    if step is not None:
         q = (q.float() * scaling).reshape(batch, heads, group, dim)
-        cached = prefix_keys, prefix_values, new_keys, new_values
         if key_map.left is None and value_map.left is None:
             maps = key_map.dense, key_map.bias, value_map.dense, value_map.bias
             out, _, _ = step(q, *cached, prefix_valid, maps=maps)

@@ -18,6 +18,7 @@ from kvlib import attaching, latency
 from kvlib.attention import Affine
 from kvlib.cache import PrefixCache
 from kvlib.folding import Folding
+from kvlib.kernels.correct import Correction
 from kvlib.latency import TargetPath, clock, first_token
 from kvlib.maps import CacheMap
 from kvlib.reading import Handoff
@@ -33,11 +34,17 @@ CHOOSING = ("aten::argmax", "aten::item", "aten::_local_scalar_dense")
 # Where each part of a handoff is computed. In these parts Python counts as well as operators: the profiler takes compiled
 # code for Python.
 FUNCTIONS = {
-    MAP: [(Affine, "forward"), (Affine, "transpose"), (CacheMap, "materialise"), (Folding, "_fold")],
+    MAP: [
+        (Affine, "forward"),
+        (Affine, "transpose"),
+        (CacheMap, "materialise"),
+        (Folding, "_fold"),
+        (Correction, "__call__"),
+    ],
     ATTENTION: [(attaching, "two_segment_attention")],
     ATTACHING: [(latency, "handoff"), (Handoff, "__enter__"), (Handoff, "__exit__")],
 }
-WHOLE = (ATTACHING, ATTENTION, MAP)
+WHOLE = (WEIGHTS, HEAD, ATTACHING, ATTENTION, MAP)
 
 
 @torch.no_grad()
@@ -51,7 +58,7 @@ def breakdown(
 
     Returns: {"part", "ms"} for each of `PARTS`. On a CPU an operator counts with its time on the calling thread, which
         waits for the others; on CUDA with its kernels' time, and the rest of the wall clock is "Python and launching". Compiled
-        attention applies an absorbed map in its own pass: that counts as attention.
+        attention applies an absorbed map in its own pass, and corrects a cache in place in it: that counts as attention.
     """
     found = []
     for repetition in range(repetitions + 1):

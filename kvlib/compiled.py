@@ -1,7 +1,8 @@
 """In-place corrections as one compiled pass over the cache.
 
 Step by step, torch writes the low-rank product of every position between two passes over the cache; compiled, a
-position is read, corrected and written while it is in registers. On a processor that is a C source of the package's own,
+position is read, corrected and written while it is in registers; on a processor within the attention that reads it, where
+that reads for one token. On a processor that is a C source of the package's own,
 through the system's C compiler (`kvlib.kernels`); on a GPU torch.compile, through Triton. A processor could have
 torch.compile as well, but its code for this sums every rank of every position across a vector, and takes several times
 what reading the cache does.
@@ -15,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from kvlib.errors import KvlibError
-from kvlib.kernels import compiler
+from kvlib.kernels import attend, compiler
 from kvlib.kernels.correct import c_correction
 from kvlib.maps.residual import ResidualMap, angle_norm, half_turn
 
@@ -109,11 +110,12 @@ def _ready() -> set:
 
 
 def compiled_correction(
-    cache_map: ResidualMap, prefix, angles, keys_only: bool = False
+    cache_map: ResidualMap, prefix, angles, keys_only: bool = False, queries: int | None = None
 ) -> tuple[Callable, float]:
     """`CacheMap.correct_` of this map, compiled for any number of positions, and the seconds that compiling took.
 
-    keys_only: on a processor, leave the values as they are.
+    keys_only: on a processor, leave the values as they are. queries: of the target for each KV head, where the attention of
+    one token is to be there as well that corrects what it reads.
 
     torch.compile does so once per process, kind of map, batch and dtype; C is compiled once per kind of map, rank,
     head_dim and dtype, and kept in the user's cache folder. Later calls find it done.
@@ -124,6 +126,8 @@ def compiled_correction(
     try:
         if made_of_c(prefix.device):
             correct_ = c_correction(cache_map, prefix, angles, keys_only=keys_only)
+            if queries is not None:
+                attend.prepare(queries, correct_)
         else:
             correct_ = torch_correction(cache_map, prefix, angles)
     except KvlibError as error:

@@ -1,19 +1,21 @@
 """Correct a handed-over cache layer by layer while the target reads it.
 
-In place, a layer is corrected right before the target first reads it, so that attention finds it in the processor's
-cache. In the background, attention absorbs the map first; from the second call of the model on, some layers per call
+In place, a layer is corrected right before the target first reads it, or by the very attention that reads it, so that it
+comes from memory once. In the background, attention absorbs the map first; from the second call of the model on, some layers per call
 are corrected, and their map is dropped.
 """
 
 from kvlib import guards
 from kvlib.attention import IDENTITY
+from kvlib.kernels.correct import Correction, LayerCorrection
 from kvlib.marks import PARTLY
 
 BACKGROUND_CALLS = 8  # calls of the model over which a background handoff spreads its work
 
 
 class Folding:
-    """What still waits to be corrected. `before` is called ahead of every read of a layer.
+    """What still waits to be corrected. `before` is called ahead of every read of a layer, `done` after one that was told to
+    correct it.
 
     cache: the transformers cache whose `HandoffLayer`s hold the prefix. maps: what attention applies, per layer;
     changed here once a layer is corrected. angles: from `CacheMap.angles`. correct_: `CacheMap.correct_` or a compiled
@@ -58,30 +60,48 @@ class Folding:
         self.begun = True
         self.prefix.corrected_by = f"{PARTLY} {self.map.kind}"
 
-    def before(self, layer: int) -> None:
+    def before(self, layer: int) -> LayerCorrection | None:
+        """Corrects the layer where it is due; or returns what the read that follows is to do to it, `done` after that."""
+        if not self._is_due(layer):
+            return None
+        if not isinstance(self.correct_, Correction):
+            self._fold(layer)
+            return None
+        self._failed = True  # until `done`
+        self._drop_map(layer)
+        return self.correct_.at(layer)
+
+    def _is_due(self, layer: int) -> bool:
         if not self.waiting:
-            return
+            return False
         if not self.background:
-            if layer in self.waiting:
-                self._fold(layer)
-            return
+            return layer in self.waiting
         if layer == 0:
             self._calls += 1
             self._budget = self._per_call if self._calls > 1 else 0
-        if self._budget and layer in self.waiting:
-            if not self.begun:
-                self._begin()
-            self._budget -= 1
-            self._fold(layer)
+        if not self._budget or layer not in self.waiting:
+            return False
+        if not self.begun:
+            self._begin()
+        self._budget -= 1
+        return True
 
     def _fold(self, layer: int) -> None:
         held = self.cache.layers[layer]
         self._failed = True  # until it is whole: what stopped half-way is not to be corrected a second time
         self.correct_(layer, held.prefix_keys, held.prefix_values, self.angles)
+        self._drop_map(layer)
+        self.done(layer)
+
+    def _drop_map(self, layer: int) -> None:
+        self.maps[layer] = (IDENTITY, self.maps[layer][1] if self.keys_only else IDENTITY)
+
+    def done(self, layer: int) -> None:
+        """The layer holds corrected keys and values."""
         if self.check:
+            held = self.cache.layers[layer]
             guards.check_layer_finite(layer, held.prefix_keys, held.prefix_values, "the corrected source")
         self._failed = False
-        self.maps[layer] = (IDENTITY, self.maps[layer][1] if self.keys_only else IDENTITY)
         self.waiting.discard(layer)
         if not self.waiting and not self.keys_only:
             self.prefix.corrected_by = self._mark

@@ -33,6 +33,11 @@ class Geometry:
             ) from error
 
 
+def queries_per_head(model) -> int:
+    """Query heads that share one KV head."""
+    return model.config.num_attention_heads // Geometry.of(model).heads
+
+
 def name_or_type(model) -> str:
     return model.config.name_or_path or f"a {model.config.model_type} model"
 

@@ -1,8 +1,9 @@
-"""A model's linear layers through oneDNN where torch would take a slower kernel.
+"""A model's linear layers by better kernels than torch would take.
 
 In float32 on a CPU torch multiplies with MKL, which on some processors reads a weight with one core when there are few
 rows, and uses half the vector width when there are many. oneDNN, which torch carries as well and takes for bfloat16,
-does neither. Same products, same precision, another order of summation.
+does neither. A few rows, one token of each prompt, go through C where there is a compiler (`kvlib.kernels.product`). Same
+products, same precision, another order of summation.
 """
 
 import contextlib
@@ -10,6 +11,8 @@ import functools
 from collections.abc import Callable
 
 import torch
+
+from kvlib.kernels.product import product
 
 
 def has_onednn() -> bool:
@@ -21,17 +24,18 @@ def has_onednn() -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x Wᵀ + b as `torch.nn.functional.linear`: x (…, in), weight (out, in), bias (out).
 
-    Through oneDNN for float32 on a CPU when no gradient is asked for, which that kernel does not have.
+    Through C or oneDNN for float32 on a CPU when no gradient is asked for, which those kernels do not have.
     """
-    if not _fits(x) or x.numel() == 0 or weight.dtype != x.dtype or _wants_gradient(x, weight, bias):
+    # torch.compile chooses its own kernels and does not know these outside frozen graphs
+    ours = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+    if not ours or torch.compiler.is_compiling() or x.numel() == 0 or _wants_gradient(x, weight, bias):
+        return torch.nn.functional.linear(x, weight, bias)
+    few = product(x, weight, bias)
+    if few is not None:
+        return few
+    if not has_onednn():
         return torch.nn.functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def _fits(x: torch.Tensor) -> bool:
-    # torch.compile chooses its own kernels and does not know this one outside frozen graphs
-    cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    return cpu and has_onednn() and not torch.compiler.is_compiling()
 
 
 def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -41,7 +45,16 @@ def _wants_gradient(*tensors: torch.Tensor | None) -> bool:
 def plain_linears(model) -> list[torch.nn.Linear]:
     """The model's `nn.Linear` layers that multiply as torch does: not those of other classes (quantised, adapted), nor
     those whose forward is somebody else's already."""
-    return [m for m in model.modules() if type(m) is torch.nn.Linear and "forward" not in vars(m)]
+    found, seen, left = [], set(), [model]
+    while left:  # `model.modules()` takes several times as long, and every handoff asks
+        module = left.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        if type(module) is torch.nn.Linear and "forward" not in vars(module):
+            found.append(module)
+        left.extend(module._modules.values())
+    return found
 
 
 @contextlib.contextmanager

@@ -142,15 +142,15 @@ class PipelinedHandoff(Handoff):
     def _before(self):
         return self._await
 
-    def _await(self, layer: int) -> None:
-        """Returns when the source has written a layer; a map that corrects it does so right after, as it is read."""
+    def _await(self, layer: int):
+        """Returns when the source has written a layer; a map that corrects it does so right after, as it is read: it is returned
+        where the read does it."""
         if not self._arrivals.wait(layer):
             raise self._failed() from self._arrivals.failure
         if self.check and layer not in self._looked_at:
             guards.check_layer_finite(layer, self.prefix.keys[layer], self.prefix.values[layer], "the source")
             self._looked_at.add(layer)
-        if self.folding is not None:
-            self.folding.before(layer)
+        return None if self.folding is None else self.folding.before(layer)
 
 
 def _once_read(written, layers: int):

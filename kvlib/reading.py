@@ -12,7 +12,7 @@ from kvlib.compiled import compiled_correction
 from kvlib.errors import KvlibError
 from kvlib.folding import Folding
 from kvlib.generating import check_asked, keeping_cache
-from kvlib.geometry import name_or_type, rotary_of
+from kvlib.geometry import name_or_type, queries_per_head, rotary_of
 from kvlib.maps import CacheMap
 from kvlib.marks import check_uncorrected
 
@@ -81,7 +81,8 @@ class Handoff:
                 keys_only=self.keys_only,
             )
         self._found = self.prefix.corrected_by
-        self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before())
+        after = None if self.folding is None else self.folding.done
+        self._restore = attach(self.model, self.cache, maps, self.prefix.valid, self._before(), after)
         if self.folding is not None:
             self.folding.start()
         return self
@@ -90,7 +91,7 @@ class Handoff:
         """The correction compiled; `reason` says how long that took, or why the plain one has taken over."""
         try:
             correct_, self.compile_seconds = compiled_correction(
-                cache_map, self.prefix, angles, self.keys_only
+                cache_map, self.prefix, angles, self.keys_only, queries_per_head(self.model)
             )
         except KvlibError as error:
             if not self.may_be_plain:

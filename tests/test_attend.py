@@ -182,7 +182,7 @@ def test_a_map_that_learns_has_its_gradient():
 def test_without_a_compiler_a_handoff_says_the_same(monkeypatch):
     model, ids = tiny_llama(), tokens(2, 40)
     prefix, logits = prefill(model, ids[:, :-1]), []
-    for step in (attend.kernel, lambda *given: None):
+    for step in (attend.kernel, lambda *given, **options: None):
         monkeypatch.setattr(attention.attend, "kernel", step)
         with torch.no_grad(), handoff(model, prefix, DirectMap()) as active:
             logits.append(torch.cat([active.logits(ids[:, -1:]) for _ in range(3)], 1))

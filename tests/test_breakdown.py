@@ -12,6 +12,7 @@ from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PARTS
 from kvlib.folding import Folding
 from kvlib.geometry import Geometry
 from kvlib.kernels import attend
+from kvlib.kernels.correct import Correction
 from kvlib.latency import TargetPath
 from kvlib.maps import CacheMap
 from kvlib.reading import Handoff
@@ -68,8 +69,8 @@ def test_the_parts_add_up_to_the_wall_clock_of_the_profiled_run(monkeypatch):
 def test_what_compiled_code_takes_is_attention_and_not_python(monkeypatch):
     kernel = attend.kernel
 
-    def slow(*tensors):
-        compiled = kernel(*tensors)
+    def slow(*tensors, **options):
+        compiled = kernel(*tensors, **options)
         assert compiled is not None
 
         def step(*arguments, **maps):
@@ -85,7 +86,7 @@ def test_what_compiled_code_takes_is_attention_and_not_python(monkeypatch):
 
 def test_only_a_path_with_a_map_spends_time_on_one(monkeypatch):
     monkeypatch.setattr(
-        attend, "kernel", lambda *_: None
+        attend, "kernel", lambda *_, **__: None
     )  # compiled attention applies an absorbed map itself
     direct = parts_of(TargetPath("direct", "handoff", DirectMap()))
     assert direct[MAP] == 0
@@ -126,7 +127,7 @@ def test_nothing_is_left_behind_not_even_by_a_run_that_fails(monkeypatch):
     prefix = prefill(target, ids[:, :-1])
     before = [
         attaching.two_segment_attention, latency.handoff, Handoff.__enter__, Handoff.__exit__, Affine.forward,
-        Affine.transpose, Folding._fold, CacheMap.materialise,
+        Affine.transpose, Folding._fold, Correction.__call__, CacheMap.materialise,
     ]  # fmt: skip
     breakdown(target, TargetPath("direct", "handoff", DirectMap()), ids, prefix, 1)
     monkeypatch.setattr("kvlib.breakdown.first_token", lambda *_: 1 / 0)
@@ -134,7 +135,7 @@ def test_nothing_is_left_behind_not_even_by_a_run_that_fails(monkeypatch):
         breakdown(target, TargetPath("direct", "handoff", DirectMap()), ids, prefix, 1)
     after = [
         attaching.two_segment_attention, latency.handoff, Handoff.__enter__, Handoff.__exit__, Affine.forward,
-        Affine.transpose, Folding._fold, CacheMap.materialise,
+        Affine.transpose, Folding._fold, Correction.__call__, CacheMap.materialise,
     ]  # fmt: skip
     assert before == after
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.modules())

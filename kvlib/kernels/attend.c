@@ -3,30 +3,21 @@
    Compiled for one shape of head, by -D:
      DIM             D, the head's dimension            ROWS    queries that share a KV head
      STORED          what the cache holds: 0 float, 1 bfloat16, 2 float16; everything is computed in float
+     RANK            with what `residual.h` asks for: the prefix is corrected as it is read, a few positions ahead of the products
+                     that read them; none, or 0: it is read as it is
 
    The positions are cut into blocks that all threads share. A block's scores and weights stay in the processor's cache; what it
    comes to (largest score, sum of weights, weighted sum of values) is put together at the end, as one softmax over all would. */
 #include <math.h>
-#include <string.h>
 
+#include "stored.h"
 #include "vectors.h"
 
-enum { WIDTH = (DIM + LANES - 1) / LANES, BLOCK = 256, AHEAD = 16 };
-
-#if STORED == 1
-typedef uint16_t stored;
-static inline float read_one(stored v) {
-    uint32_t bits = (uint32_t)v << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-#elif STORED == 2
-typedef _Float16 stored;
-static inline float read_one(stored v) { return v; }
-#else
-typedef float stored;
+#if RANK
+#include "residual.h"
 #endif
+
+enum { WIDTH = (DIM + LANES - 1) / LANES, BLOCK = 256, AHEAD = 16, FEW = 32 };
 
 /* A segment of the cache: keys and values (B, H, T, D), steps in elements, rows of D side by side. */
 struct segment {
@@ -46,6 +37,9 @@ struct step {
                                      part of the weights (B, H, ROWS) */
     float *scratch;               /* (B * H, blocks, ROWS, D + 2) */
     int64_t batches, heads, threads;
+#if RANK
+    struct residual residual;     /* of the prefix's keys and values, which are corrected for good */
+#endif
 };
 
 static inline void load_row(const stored *x, vector row[WIDTH]) {
@@ -61,14 +55,6 @@ static inline void load_row(const stored *x, vector row[WIDTH]) {
     if (DIM % LANES) row[WIDTH - 1] = (vector){0};
     for (int d = 0; d < DIM; d++) one[d] = read_one(x[d]);
 #endif
-}
-
-static inline float total(vector v) {
-    float sums[LANES];
-    memcpy(sums, &v, BYTES);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) sums[i] += sums[i + half];
-    return sums[0];
 }
 
 /* e^x of x <= 0, to about one unit in the last place; NaN stays NaN. Unlike `exponential` it is 0 below -87, so that what is
@@ -89,8 +75,8 @@ static inline vector weight_of(vector x) {
     return (vector)((whole)(y * (vector)power) & ~low);
 }
 
-/* Scores of `count` positions: s (ROWS, BLOCK) */
-static inline void scores(const stored *keys, int64_t position, int count, const vector q[ROWS][WIDTH], float s[ROWS][BLOCK]) {
+/* Scores of `count` positions: s (ROWS, BLOCK), from the first on */
+static inline void scores(const stored *keys, int64_t position, int count, const vector q[ROWS][WIDTH], float (*s)[BLOCK], int from) {
     for (int p = 0; p < count; p++) {
         vector row[WIDTH];
         const stored *key = keys + p * position;
@@ -99,20 +85,66 @@ static inline void scores(const stored *keys, int64_t position, int count, const
         for (int r = 0; r < ROWS; r++) {
             vector sum = row[0] * q[r][0];
             for (int k = 1; k < WIDTH; k++) sum += row[k] * q[r][k];
-            s[r][p] = total(sum);
+            s[r][from + p] = total(sum);
         }
     }
 }
 
-/* What `count` positions come to, for each row: largest score, sum of weights, weighted sum of values. */
-static void block(const stored *keys, const stored *values, int64_t key_step, int64_t value_step, int count, const float *query,
-                  const float *bias, const uint8_t *valid, float *result) {
+/* sums (ROWS, WIDTH) += the values of `count` positions, each times its weight s (ROWS, BLOCK), from the first on */
+static inline void weigh(const stored *values, int64_t position, int count, float (*s)[BLOCK], int from, vector sums[ROWS][WIDTH]) {
+    for (int p = 0; p < count; p++) {
+        vector row[WIDTH];
+        const stored *value = values + p * position;
+        for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(value + AHEAD * position + d);
+        load_row(value, row);
+        for (int r = 0; r < ROWS; r++)
+            for (int k = 0; k < WIDTH; k++) sums[r][k] += s[r][from + p] * row[k];
+    }
+}
+
+/* Some positions of a prompt and KV head, of the prefix or of the new ones. */
+struct place {
+    int64_t batch, head, start;
+    int count, of_prefix;
+};
+
+/* How many positions are read at a time: all of a block, or what was just corrected. */
+static inline int corrected(const struct step *of, const struct place *at, int p, int value) {
+#if RANK
+    const struct half *half = value ? &of->residual.values : &of->residual.keys;
+    if (at->of_prefix && half->x) {
+        const int few = at->count - p < FEW ? at->count - p : FEW;
+        const int64_t first = at->start + p, last = first + few, all = of->prefix.positions;
+        if (value)
+            correct_positions(&of->residual, half, at->batch, at->head, first, last, all, AHEAD, 0);
+        else
+            correct_positions(&of->residual, half, at->batch, at->head, first, last, all, AHEAD, TURN);
+        return few;
+    }
+#endif
+    return at->count - p;
+}
+
+/* What a block comes to, for each row: largest score, sum of weights, weighted sum of values. */
+static void block(const struct step *of, const struct place *at, float *result) {
+    const struct segment *from = at->of_prefix ? &of->prefix : &of->new;
+    const int64_t n = at->batch * of->heads + at->head;
+    const stored *keys = from->keys + at->batch * from->key_batch + at->head * from->key_head + at->start * from->key_position;
+    const stored *values =
+        from->values + at->batch * from->value_batch + at->head * from->value_head + at->start * from->value_position;
+    const float *query = (at->of_prefix ? of->read : of->query) + n * ROWS * DIM;
+    const float *bias = at->of_prefix && of->bias ? of->bias + n * ROWS : 0;
+    const uint8_t *valid = at->of_prefix && of->valid ? of->valid + at->batch * from->positions + at->start : 0;
+    const int count = at->count;
     float s[ROWS][BLOCK] __attribute__((aligned(64)));
     vector q[ROWS][WIDTH], sums[ROWS][WIDTH];
     memset(q, 0, sizeof q);
     memset(sums, 0, sizeof sums);
     for (int r = 0; r < ROWS; r++) memcpy(q[r], query + r * DIM, DIM * 4);
-    scores(keys, key_step, count, (const vector(*)[WIDTH])q, s);
+    for (int p = 0, few; p < count; p += few) {
+        few = corrected(of, at, p, 0);
+        scores(keys + p * from->key_position, from->key_position, few, (const vector(*)[WIDTH])q, s, p);
+    }
     for (int r = 0; r < ROWS; r++) {
         float largest = -INFINITY, *own = result + r * (DIM + 2);
         vector weights = {0};
@@ -120,36 +152,26 @@ static void block(const stored *keys, const stored *values, int64_t key_step, in
         if (bias) for (int p = 0; p < count; p++) s[r][p] += bias[r];
         if (valid) for (int p = 0; p < count; p++) if (!valid[p]) s[r][p] = -INFINITY;
         for (int p = 0; p < count; p++) largest = s[r][p] > largest ? s[r][p] : largest;
-        const float from = largest == -INFINITY ? 0 : largest;
+        const float floor = largest == -INFINITY ? 0 : largest;
         for (int p = 0; p < BLOCK; p += LANES) {
             vector *few = (vector *)(s[r] + p);
-            *few = weight_of(*few - from);
+            *few = weight_of(*few - floor);
             weights += *few;
         }
         own[0] = largest, own[1] = total(weights);
     }
-    for (int p = 0; p < count; p++) {
-        vector row[WIDTH];
-        const stored *value = values + p * value_step;
-        for (int d = 0; d < DIM; d += 64 / sizeof(stored)) __builtin_prefetch(value + AHEAD * value_step + d);
-        load_row(value, row);
-        for (int r = 0; r < ROWS; r++)
-            for (int k = 0; k < WIDTH; k++) sums[r][k] += s[r][p] * row[k];
+    for (int p = 0, few; p < count; p += few) {
+        few = corrected(of, at, p, 1);
+        weigh(values + p * from->value_position, from->value_position, few, s, p, sums);
     }
     for (int r = 0; r < ROWS; r++) memcpy(result + r * (DIM + 2) + 2, sums[r], DIM * 4);
 }
 
-/* Block `at` of prompt and KV head n, the prefix's first. */
-static void one(const struct step *of, int64_t n, int64_t at, int64_t of_prefix, float *result) {
-    const int first = at < of_prefix;
-    const struct segment *from = first ? &of->prefix : &of->new;
-    const int64_t start = (first ? at : at - of_prefix) * BLOCK, left = from->positions - start;
-    const int64_t batch = n / of->heads, head = n % of->heads;
-    block(from->keys + batch * from->key_batch + head * from->key_head + start * from->key_position,
-          from->values + batch * from->value_batch + head * from->value_head + start * from->value_position,
-          from->key_position, from->value_position, left < BLOCK ? (int)left : BLOCK,
-          (first ? of->read : of->query) + n * ROWS * DIM, first && of->bias ? of->bias + n * ROWS : 0,
-          first && of->valid ? of->valid + batch * from->positions + start : 0, result);
+/* Block `i` of prompt and KV head n, the prefix's first. */
+static void one(const struct step *of, int64_t n, int64_t i, int64_t of_prefix, float *result) {
+    const int first = i < of_prefix;
+    const int64_t start = (first ? i : i - of_prefix) * BLOCK, left = (first ? of->prefix : of->new).positions - start;
+    block(of, &(struct place){n / of->heads, n % of->heads, start, left < BLOCK ? (int)left : BLOCK, first}, result);
 }
 
 static inline float product(const float *x, const float *y) {

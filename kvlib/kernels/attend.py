@@ -2,18 +2,24 @@
 
 Step by step torch reads the keys, writes scores, reads them for the softmax and reads the values, and on a processor its
 products of a few rows are far from what the memory gives. Every path that goes through a handoff attends by the same code,
-and a map that attention absorbs as one matrix for keys and one for values is applied in the same pass.
+and a map that attention absorbs as one matrix for keys and one for values is applied in the same pass. So is a correction
+of the prefix (`kvlib.kernels.correct`): what is read is corrected and written on the way, and comes from memory once.
 """
 
 import ctypes
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvlib.errors import KvlibError
 from kvlib.kernels.compiler import library_or_none
+from kvlib.kernels.residual import Residual
+
+if TYPE_CHECKING:  # it knows maps, which know attention
+    from kvlib.kernels.correct import Correction, LayerCorrection
 
 SOURCE = Path(__file__).with_name("attend.c")
 STORED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -49,9 +55,19 @@ class Step(ctypes.Structure):
     )  # fmt: skip
 
 
-def kernel(q: torch.Tensor, *cached: torch.Tensor) -> Callable | None:
+class CorrectingStep(Step):
+    """`struct step` of the source where it corrects the prefix."""
+
+    _fields_ = [("residual", Residual)]
+
+
+def kernel(
+    q: torch.Tensor, *cached: torch.Tensor, correction: "LayerCorrection | None" = None
+) -> Callable | None:
     """The compiled step for q (B, Q, 1, D) and the keys and values of both segments, each (B, H, ·, D); None where it is not
     to be had: another device or dtype, a gradient that is asked for, no compiler.
+
+    correction: what the step does to the prefix as it reads it, for good; None: nothing.
 
     The first one for a shape is compiled then, in about a second, and kept for later processes.
     """
@@ -66,12 +82,28 @@ def kernel(q: torch.Tensor, *cached: torch.Tensor) -> Callable | None:
         t.dtype == keys.dtype and t.device == q.device and t.stride(3) == 1 and t.shape[3] == dim
         for t in cached
     )
-    return _compiled(dim, rows, STORED[keys.dtype]) if plain else None
+    if not plain or (correction is not None and correction.whole.real != torch.float32):
+        return None
+    step = _compiled_for(rows, {"DIM": dim, "STORED": STORED[keys.dtype]}, correction and correction.whole)
+    if step is None or correction is None:
+        return step
+    return functools.partial(step, residual=correction.residual(*cached[:2]))
+
+
+def prepare(rows: int, correction: "Correction") -> None:
+    """Have the step of `rows` queries for each KV head compiled that corrects what it reads, so that no clock sees it."""
+    if rows <= MAX_ROWS and correction.dim <= MAX_DIM and correction.real == torch.float32:
+        _compiled_for(rows, {}, correction)
+
+
+def _compiled_for(rows: int, macros: dict, correction: "Correction | None") -> Callable | None:
+    more = {} if correction is None else correction.macros
+    return _compiled(rows, tuple(sorted({**macros, **more}.items())))
 
 
 @functools.cache
-def _compiled(dim: int, rows: int, stored: int) -> Callable | None:
-    code = library_or_none(SOURCE, {"DIM": dim, "ROWS": rows, "STORED": stored})
+def _compiled(rows: int, macros: tuple[tuple[str, object], ...]) -> Callable | None:
+    code = library_or_none(SOURCE, {"ROWS": rows, **dict(macros)})
     if code is None:
         return None  # torch's products say the same
     step = code.attend
@@ -82,6 +114,7 @@ def _compiled(dim: int, rows: int, stored: int) -> Callable | None:
 def _attend(
     step, q, prefix_keys, prefix_values, new_keys, new_values, valid, *,
     read=None, bias=None, apart: bool = False, maps: tuple = (None,) * len(MAPS),
+    residual: Residual | None = None,
 ):  # fmt: skip
     """One softmax over both segments: (what the prefix comes to, what the new positions do, the prefix's share).
 
@@ -90,6 +123,8 @@ def _attend(
 
     read, bias, apart: for maps that are applied by the caller: the queries for the prefix, what is added to its scores
     (B, H, R), and that both sums are wanted; else the first result holds both, and the second is None.
+
+    residual: of the prefix, for a step that was compiled to correct it.
 
     Returns: (B, H, R, D) float32, the same or None, (B, H, R).
     """
@@ -116,5 +151,6 @@ def _attend(
     tensors = (read, q, bias, *maps, valid, out, new, share, scratch)
     pointers = (None if t is None else t.data_ptr() for t in tensors)
     segments = Segment.of(prefix_keys, prefix_values), Segment.of(new_keys, new_values)
-    step(Step(*segments, *pointers, batch, heads, torch.get_num_threads()))
+    given = (*segments, *pointers, batch, heads, torch.get_num_threads())
+    step(Step(*given) if residual is None else CorrectingStep(*given, residual))
     return out, new, share

@@ -1,10 +1,11 @@
 """Residual maps in place by `correct.c`: one pass over a layer's keys and values, its ranks side by side in a vector.
 
-Torch's compiler writes one horizontal sum per position and rank, which costs more than reading the cache does.
+Torch's compiler writes one horizontal sum per position and rank, which costs more than reading the cache does. Where one
+token reads the layer next, `attend.c` corrects what it reads, a few positions at a time: the cache comes from memory once.
 """
 
 import ctypes
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from kvlib.cache import PrefixCache
 from kvlib.errors import KvlibError
 from kvlib.kernels.compiler import library
+from kvlib.kernels.residual import Half, Residual
 from kvlib.maps.residual import ResidualMap, angle_norm
 
 SOURCE = Path(__file__).with_name("correct.c")
@@ -22,27 +24,17 @@ REAL = {torch.float32: "float", torch.float64: "double"}
 STORED = {torch.bfloat16: 1, torch.float16: 2}  # any other cache holds what is computed in
 
 
-class Half(ctypes.Structure):
-    """`struct half` of the source: keys or values of a layer, and what is added to them."""
-
-    _fields_ = (
-        [("x", ctypes.c_void_p)]
-        + [(name, ctypes.c_int64) for name in ("batch", "head", "position", "element")]
-        + [(name, ctypes.c_void_p) for name in ("rows", "squares", "right")]
-    )
-
-
 class Layer(ctypes.Structure):
     """`struct layer` of the source."""
 
-    _fields_ = (
-        [("keys", Half), ("values", Half)]
-        + [(name, ctypes.c_int64) for name in ("batches", "heads", "positions", "threads")]
-        + [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("angles", ctypes.c_int64)]
-    )
+    _fields_ = [("residual", Residual)] + [
+        (name, ctypes.c_int64) for name in ("batches", "heads", "positions", "threads")
+    ]
 
 
-def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles, *, keys_only: bool = False) -> Callable:
+def c_correction(
+    cache_map: ResidualMap, prefix: PrefixCache, angles, *, keys_only: bool = False
+) -> "Correction":
     """`CacheMap.correct_` of this map for this cache, on a processor; `angles` as from `CacheMap.angles`.
 
     keys_only: leave the values as they are, for attention to absorb their part.
@@ -58,49 +50,85 @@ def c_correction(cache_map: ResidualMap, prefix: PrefixCache, angles, *, keys_on
             f"a map in {real} for a cache in {dtype} given, expected float32 or float64 for a cache in the same or in half "
             "precision: convert one of them"
         )
-    turn = cache_map.features == "rope_stripped"
-    if turn and dim % 2:
+    if cache_map.features == "rope_stripped" and dim % 2:
         raise KvlibError(f"heads of {dim} numbers given, expected an even count to turn: leave compiled out")
-    defines = {
-        "DIM": dim,
-        "RANK": -(-cache_map.rank // GROUP) * GROUP,
-        "REAL": REAL[real],
-        "STORED": STORED.get(dtype, 0),
-        "RMS": int(cache_map.features == "rms"),
-        "SQUARES": int(cache_map.residual == "quadratic"),
-        "TURN": int(turn),
-    }
-    correct = library(SOURCE, defines).correct
-    correct.restype, correct.argtypes = None, [ctypes.POINTER(Layer)]
-    weights = [_packed(*cache_map.low_rank(slice(None), False), angles)]
-    if not keys_only:
-        weights.append(_packed(*cache_map.low_rank(slice(None), True)))
-    cos, sin = (t.to(real).contiguous() if turn else None for t in angles)
-    layers, heads = cache_map.key_scale.shape
+    return Correction(cache_map, dtype, angles, keys_only)
 
-    def correct_(layer: int, keys: torch.Tensor, values: torch.Tensor, _angles=None) -> None:
+
+class Correction:
+    """What `c_correction` makes: call it with a layer's number, keys and values (B, H, T, D), which are corrected where they lie.
+
+    macros: what a source that includes `residual.h` is compiled with.
+    """
+
+    def __init__(self, cache_map: ResidualMap, dtype: torch.dtype, angles, keys_only: bool):
+        self.dtype, self.device = dtype, cache_map.key_left.device
+        self.real, self.dim = cache_map.key_left.dtype, cache_map.geometry.head_dim
+        self.layers, self.heads = cache_map.key_scale.shape
+        turn = cache_map.features == "rope_stripped"
+        self.macros = {
+            "DIM": self.dim,
+            "RANK": -(-cache_map.rank // GROUP) * GROUP,
+            "REAL": REAL[self.real],
+            "STORED": STORED.get(dtype, 0),
+            "RMS": int(cache_map.features == "rms"),
+            "SQUARES": int(cache_map.residual == "quadratic"),
+            "TURN": int(turn),
+        }
+        self._correct = library(SOURCE, self.macros).correct
+        self._correct.restype, self._correct.argtypes = None, [ctypes.POINTER(Layer)]
+        self._weights = [_packed(*cache_map.low_rank(slice(None), False), angles)]
+        if not keys_only:
+            self._weights.append(_packed(*cache_map.low_rank(slice(None), True)))
+        self._angles = tuple(t.to(self.real).contiguous() for t in angles) if turn else None
+
+    def __call__(self, layer: int, keys: torch.Tensor, values: torch.Tensor, _angles=None) -> None:
+        batches, _, positions, _ = keys.shape
+        residual = self.residual(layer, keys, values)
+        self._correct(Layer(residual, batches, self.heads, positions, torch.get_num_threads()))
+
+    def at(self, layer: int) -> "LayerCorrection":
+        """The correction of one layer, to be called, or taken along by the attention that reads the layer."""
+        return LayerCorrection(self, layer)
+
+    def residual(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Residual:
+        """What C is told of one layer. Raises: KvlibError for another cache than this was made for."""
         batches, _, positions, _ = keys.shape
         # C reads and writes where it is told to: what it is told must be so
-        fits = keys.shape == values.shape and keys.shape[1::2] == (heads, dim) and 0 <= layer < layers
-        fits = (
-            fits
-            and keys.dtype == values.dtype == dtype
-            and keys.device == values.device == cache_map.key_left.device
-        )
-        if not fits or (turn and (batches != cos.shape[0] or positions > cos.shape[1])):
+        fits = keys.shape == values.shape and keys.shape[1::2] == (self.heads, self.dim)
+        fits = fits and 0 <= layer < self.layers
+        fits = fits and keys.dtype == values.dtype == self.dtype
+        fits = fits and keys.device == values.device == self.device
+        if self._angles is not None:
+            cos = self._angles[0]
+            fits = fits and batches == cos.shape[0] and positions <= cos.shape[1]
+        if not fits:
             raise KvlibError(
                 f"keys {tuple(keys.shape)} {keys.dtype} and values {tuple(values.shape)} {values.dtype} of layer {layer} given to a "
-                f"correction that was compiled for {heads} heads of {dim} in {dtype}: begin a handoff of this very cache"
+                f"correction that was compiled for {self.heads} heads of {self.dim} in {self.dtype}: begin a handoff of this very cache"
             )
         halves = [
             Half(x.data_ptr(), *x.stride(), *(None if w is None else w[layer].data_ptr() for w in one))
-            for x, one in zip((keys, values), weights)
+            for x, one in zip((keys, values), self._weights)
         ]
         halves += [Half()] * (2 - len(halves))
-        turned = (cos.data_ptr(), sin.data_ptr(), cos.stride(0)) if turn else (None, None, 0)
-        correct(Layer(*halves, batches, heads, positions, torch.get_num_threads(), *turned))
+        if self._angles is None:
+            return Residual(*halves)
+        return Residual(*halves, *(t.data_ptr() for t in self._angles), self._angles[0].stride(0))
 
-    return correct_
+
+@dataclass(frozen=True)
+class LayerCorrection:
+    """`Correction` of one layer."""
+
+    whole: Correction
+    layer: int
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.whole(self.layer, keys, values)
+
+    def residual(self, keys: torch.Tensor, values: torch.Tensor) -> Residual:
+        return self.whole.residual(self.layer, keys, values)
 
 
 def _packed(rows, squares, right, angles=(None, None)):

@@ -11,8 +11,8 @@
    it is used and nowhere else, so that the cache is read once in each direction and nothing of its length is written but
    the exponentials, which the backward pass reads. */
 #include <omp.h>
-#include <string.h>
 
+#include "stored.h"
 #include "vectors.h"
 
 /* The sums of a tile fit into the registers. */
@@ -28,19 +28,6 @@ enum {
     KEYS = CORRECTED ? DIM : VALUES,
     MOST = 4                                /* vectors of columns that stay in registers */
 };
-
-#if STORED == 1
-typedef uint16_t stored;
-static inline float read_one(stored v) {
-    uint32_t bits = (uint32_t)v << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-#else
-typedef float stored;
-static inline float read_one(stored v) { return v; }
-#endif
 
 /* One prompt's prefix: (H, T, D) each, a position's D side by side; steps from head to head in elements. */
 struct prefix {

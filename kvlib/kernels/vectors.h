@@ -1,5 +1,7 @@
 /* The processor's own vectors of floats, and what is computed on them. gcc takes wider ones apart through memory. */
+#pragma once
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__AVX512F__)
 #define BYTES 64
@@ -32,4 +34,19 @@ static inline vector exponential(vector x) {
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
     return y * (vector)(((whole)shifted << 23) + 0x3f800000);
+}
+
+/* The sum of all lanes, by halves. */
+static inline float total(vector v) {
+#ifdef __clang__
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+#else
+    static const int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    whole lanes;
+    memcpy(&lanes, numbers, BYTES);
+#pragma GCC unroll 4
+    for (int half = LANES / 2; half; half /= 2) v += __builtin_shuffle(v, lanes ^ half);
+#endif
+    return v[0];
 }

@@ -10,7 +10,7 @@ from kvlib.cache import PrefixCache
 from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler, why_not_compiled
 from kvlib.errors import KvlibError
 from kvlib.floor import step_bytes
-from kvlib.geometry import Geometry, rotary_of
+from kvlib.geometry import Geometry, queries_per_head, rotary_of
 from kvlib.latency import MadeCaches, memory_bandwidth_gb_s
 from kvlib.maps import CacheMap, load_map
 from kvlib.study.describing import environment
@@ -111,7 +111,8 @@ def _compile(
     cache_map = learned.to(device, compute_dtype(target))
     rotary = rotary_of(target) if cache_map.needs_rotary else None
     try:
-        return compiled_correction(cache_map, prefix, cache_map.angles(rotary, prefix))[1], None
+        angles, queries = cache_map.angles(rotary, prefix), queries_per_head(target)
+        return compiled_correction(cache_map, prefix, angles, queries=queries)[1], None
     except KvlibError as error:
         return None, str(error).partition(", expected")[0]
 
