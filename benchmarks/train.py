@@ -5,10 +5,14 @@
     python benchmarks/train.py --tiny --out FILE
 
 Per phase (warm-up, KL) and kind of arm. `step_ms` is one whole step of `kvlib.training.train`, windows read and weights
-updated. `plain_ms` is the same step in torch's own products over one padded batch. All three are timed in the same
-rounds, on the same windows and cuts. The floor's products: the body forward and the gradients of its inputs, attention
-over each prompt's own prefix, the head twice forward and once back, the map's own; each distinct shape by the fastest
-of torch's product and oneDNN's, tried beforehand. Weight gradients, masks and everything between products cost it nothing.
+updated. `plain_ms` is the same step in torch's own products over one padded batch; a warm-up has one way only, and runs
+once more. All three are timed in the same rounds, on the same windows and cuts.
+
+The floor's products: the body forward and the gradients of its inputs, attention over each prompt's own prefix, the head
+twice forward and once back, the map's own; each distinct shape by the fastest of torch's product and oneDNN's, tried
+beforehand. Weight gradients, masks and everything between products cost it nothing. A warm-up step in C can lie below its
+floor: what it multiplies has not left the processor's cache. The windows' pages are in reach after the first rounds, as
+they are in a study whose windows are small for the machine's memory (`kvlib.study.store`).
 """
 
 import argparse

@@ -85,9 +85,10 @@ def train(
     """
     weights = {name: getattr(initial, name).detach().clone().requires_grad_(True) for name in WEIGHTS}
     current = replace(initial, **weights)
-    optimiser = torch.optim.Adam(weights.values(), lr=learning_rate, betas=(0.9, 0.95))
     rotary = rotary_of(target) if current.needs_rotary else None
     device, room = next(target.parameters()).device, micro_batch
+    fused = device.type == "cpu" or None  # one pass over a weight; elsewhere torch chooses
+    optimiser = torch.optim.Adam(weights.values(), lr=learning_rate, betas=(0.9, 0.95), fused=fused)
     if not isinstance(room, Room):
         room = Room("step's prompts", micro_batch or sys.maxsize, "shorten the prompts or the windows")
     with ahead(((n, n < warmup_steps) for n in range(steps)), lambda of: batches(*of), device) as stream:

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvlib.kernels.warmup import c_kv_mse
 from kvlib.maps.residual import WEIGHTS, ResidualMap, rotate
 from kvlib.ragged import RaggedPrefix, parts
 
@@ -21,10 +22,17 @@ def kv_mse(cache_map: ResidualMap, source: RaggedPrefix, target: RaggedPrefix, r
 
 
 class _Error(torch.autograd.Function):
-    """One pass over the layers, each while it is in the processor's cache: nothing of the caches' length is kept."""
+    """One pass over the layers, each while it is in the processor's cache: nothing of the caches' length is kept.
+
+    In C where there is a compiler, RoPE-stripped maps excepted.
+    """
 
     @staticmethod
     def forward(ctx, key_left, key_right, value_left, value_right, cache_map, source, target, angles):
+        if (compiled := c_kv_mse(cache_map, source, target)) is not None:
+            loss, gradients = compiled
+            ctx.save_for_backward(*gradients)
+            return key_left.new_tensor(loss)
         weights = {False: (key_left, key_right), True: (value_left, value_right)}
         gradients = {values: tuple(map(torch.empty_like, pair)) for values, pair in weights.items()}
         wide, lengths, total = key_left.dtype, source.lengths, 0.0

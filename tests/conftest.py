@@ -26,7 +26,7 @@ TYPICAL_S = {
     "test_readme.py": 80, "test_cli.py": 60, "test_study.py": 30, "test_real_pair.py": 150,
     "test_evidence_stage.py": 50, "test_verification.py": 110, "test_resilience.py": 90, "test_bad_records.py": 80,
     "test_executors.py": 100, "test_processes.py": 60, "test_paper.py": 110, "test_hub.py": 15, "test_first_evening.py": 20,
-    "test_card.py": 60, "test_one_model.py": 60, "test_kernels.py": 30,
+    "test_card.py": 60, "test_one_model.py": 60, "test_kernels.py": 30, "test_warmup_kernel.py": 25,
     "test_pdf.py": 40, "test_watch.py": 35, "test_completion.py": 15,
 }  # fmt: skip
 OTHERWISE_S = 8

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 
 from kvlib.cache import Geometry, PrefixCache, prefill
@@ -20,6 +21,7 @@ from kvlib.study.records import hash_json, read_record, write_json
 from kvlib.training import Batch
 
 WINDOWS_AT_ONCE = 4
+MAPPED_SHARE = 0.25  # of the machine's memory: files within it stay mapped from batch to batch
 SOURCE_SHARE = 0.4  # of the time that a window takes with both models
 TOO_LONG = "lower partitions.window_tokens, set pair.dtype to bfloat16, or take a device with more memory"
 
@@ -78,6 +80,14 @@ class WindowStore:
         """Let the operating system take the pages back; they stay in its file cache, outside this process."""
         for held in self._held:
             held.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def stays_mapped(self) -> bool:
+        """Whether what batches read is kept in reach: finding a step's pages again takes longer than a warm-up's products.
+
+        All of it lies in the operating system's file cache either way, once for all processes that train on it.
+        """
+        return sum(map(len, self._held)) <= MAPPED_SHARE * psutil.virtual_memory().total
 
     @property
     def complete(self) -> int:
@@ -198,11 +208,13 @@ class WindowStore:
     ) -> Batch:
         """Windows cut at positions of their own: prompts of `cuts` tokens, the last held back, then `steps` forced.
 
-        The caches are views of the files: nothing is read before it is used.
+        The caches are views of the files: nothing is read before it is used. Files that are large for the machine's memory
+        are let go of first.
 
         source_of: the windows whose source caches are used instead of the chosen windows' own (a control).
         """
-        self.release()  # what the last batch read
+        if not self.stays_mapped:
+            self.release()  # what the last batch read
         inputs, hidden = (
             torch.stack([of[n, cut - 1 : cut - 1 + steps] for n, cut in zip(chosen, cuts)])
             for of in (self.windows, self.hidden)
