@@ -24,8 +24,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from kvlib.cache import Geometry  # noqa: E402
+from kvlib.clocks import memory_bandwidth_gb_s, percentiles, synchronise  # noqa: E402
 from kvlib.errors import KvlibError  # noqa: E402
-from kvlib.latency import memory_bandwidth_gb_s, percentiles, synchronise  # noqa: E402
 
 LENGTHS = (128, 512, 1024, 2048, 4096, 8192)
 TINY_LENGTHS = (16, 32, 64)

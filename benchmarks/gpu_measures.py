@@ -12,9 +12,9 @@ from paths import DIRECT, STOCK, Entry, clocked, clocked_cold, entry, kind_of, s
 from shapes import random_prefix
 
 from kvlib.cache import Geometry, PrefixCache, forward, prefill
+from kvlib.clocks import percentiles
 from kvlib.compiled import why_not_compiled
 from kvlib.handoff import handoff
-from kvlib.latency import percentiles
 from kvlib.maps import CacheMap
 from kvlib.memory import PeakMemory
 

@@ -12,9 +12,10 @@ from common import Clocked
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache, prefill
+from kvlib.clocks import synchronise
 from kvlib.compiled import why_not_by_itself
 from kvlib.geometry import rotary_of
-from kvlib.latency import FirstToken, TargetPath, first_token, synchronise
+from kvlib.latency import FirstToken, TargetPath, first_token
 from kvlib.maps import CacheMap, DirectMap
 
 CONSUMING = ("in_place", "background")

@@ -30,8 +30,8 @@ from kvlib.cache import Geometry
 from kvlib.maps import ResidualMap
 from kvlib.packed import FrozenLinears, FrozenMatrix
 from kvlib.pair import load_model
+from kvlib.study.device import training_dtype
 from kvlib.study.progress import Progress
-from kvlib.study.run import training_dtype
 from kvlib.study.store import WindowStore
 from kvlib.training import Frozen, train
 

@@ -17,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from kvlib import attaching, latency
 from kvlib.attention import Affine
 from kvlib.cache import PrefixCache
+from kvlib.clocks import clock
 from kvlib.folding import Folding
 from kvlib.kernels.correct import Correction
-from kvlib.latency import TargetPath, clock, first_token
+from kvlib.latency import TargetPath, first_token
 from kvlib.maps import CacheMap
 from kvlib.reading import Handoff
 

@@ -65,11 +65,12 @@ def run(
 ) -> None:
     """Run one notebook, or all in sequence and then the book. Finished work is found and not done again."""
     from kvlib.study import execution
+    from kvlib.study.device import device_of
     from kvlib.study.executors import Settings
     from kvlib.study.parameters import values_by_script
     from kvlib.study.profile import load_profile
     from kvlib.study.records import run_lock
-    from kvlib.study.run import HOME_VARIABLE, Run, device_of
+    from kvlib.study.run import HOME_VARIABLE, Run
     from kvlib.study.starting import check_start, tidy
 
     chosen = [execution.script_of(notebook)] if notebook else list(execution.scripts().values())

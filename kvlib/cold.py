@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvlib.cache import Geometry, check_prompt, prefill
+from kvlib.clocks import clock
 from kvlib.guards import check_held_back
-from kvlib.latency import FirstToken, TargetPath, _time_cold, _time_resident, clock
+from kvlib.latency import FirstToken, TargetPath, _time_cold, _time_resident
 from kvlib.maps import CacheMap
 from kvlib.pipeline import pipelined
 

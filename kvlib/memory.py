@@ -35,8 +35,9 @@ from pathlib import Path
 import torch
 
 from kvlib.cache import Geometry, PrefixCache
+from kvlib.clocks import synchronise
 from kvlib.errors import KvlibError
-from kvlib.latency import TargetPath, first_token, standard_paths, synchronise
+from kvlib.latency import TargetPath, first_token, standard_paths
 from kvlib.maps import CacheMap, load_map
 from kvlib.modes import MARK, WAYS, mode_paths, split_name
 from kvlib.pair import load_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_llama, tokens
 
-from kvlib import DirectMap, ResidualMap, attaching, latency, prefill
+from kvlib import DirectMap, ResidualMap, attaching, clocks, latency, prefill
 from kvlib.attention import Affine
 from kvlib.breakdown import ARGMAX, ATTACHING, ATTENTION, BODY, HEAD, MAP, PARTS, PYTHON, WEIGHTS, breakdown
 from kvlib.folding import Folding
@@ -39,7 +39,7 @@ def parts_of(path: TargetPath, length: int = 40, repetitions: int = 1) -> dict[s
 
 
 def test_the_parts_add_up_to_the_wall_clock_of_the_profiled_run(monkeypatch):
-    walls, clock = [], latency.clock
+    walls, clock = [], clocks.clock
 
     def watched(device):
         began = clock(device)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import refused
 
+from kvlib.study.device import device_name, device_of, training_dtype
 from kvlib.study.profile import load_profile
-from kvlib.study.run import device_name, device_of, training_dtype
 
 
 def profile(device: str, **changes):

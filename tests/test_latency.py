@@ -18,18 +18,12 @@ from tiny import tiny_llama, tokens
 from kvlib import DirectMap, KvlibError, ResidualMap, RidgeMap, prefill, save_map
 from kvlib import memory as probing
 from kvlib.cache import Geometry
-from kvlib.latency import (
-    TargetPath,
-    first_token,
-    measure,
-    memory_bandwidth_gb_s,
-    percentiles,
-    schedule,
-    standard_paths,
-)
+from kvlib.clocks import memory_bandwidth_gb_s, percentiles
+from kvlib.latency import TargetPath, first_token, measure, schedule, standard_paths
 from kvlib.memory import resident_bytes
 from kvlib.study import latency_tables, timing
 from kvlib.study.latency_tables import crossover
+from kvlib.study.probing import MEMORY_COLUMNS
 from kvlib.study.profile import Latency
 from kvlib.study.progress import Progress
 
@@ -227,7 +221,7 @@ def test_summary_rows_and_crossovers():
         for _ in range(count)
     )  # fmt: skip
     memory = pd.DataFrame(
-        [[128, "native", 7, "prefill"], [128, "learned", None, "absorbed"]], columns=timing.MEMORY_COLUMNS
+        [[128, "native", 7, "prefill"], [128, "learned", None, "absorbed"]], columns=MEMORY_COLUMNS
     )
     rows = latency_tables.summarise(raw, memory)
     assert [(r["prefix_tokens"], r["path"], r["residency"]) for r in rows[:4]] == [
@@ -370,7 +364,7 @@ def test_memory_is_probed_in_processes_of_their_own(tmp_path, monkeypatch):
     )
     settings = {"target": target, "maps": maps, "map_files": files, "length": 1024}
     table = run_stage(tmp_path, config, **settings).memory
-    monkeypatch.setattr(timing, "_lines", lambda command: pytest.fail("probed again"))
+    monkeypatch.setattr("kvlib.study.probing._lines", lambda command: pytest.fail("probed again"))
     pd.testing.assert_frame_equal(run_stage(tmp_path, config, **settings).memory, table)
 
     assert sorted(zip(table["prefix_tokens"], table["path"], strict=True)) == [

@@ -18,6 +18,7 @@ from kvlib.modes import ITSELF, mode_paths, split_name
 from kvlib.study import timing
 from kvlib.study.latency_tables import floor_rows, mode_rows, summarise
 from kvlib.study.pipelining import pipeline_medians
+from kvlib.study.probing import MEMORY_COLUMNS
 from kvlib.study.timing import other_ways
 
 
@@ -93,7 +94,7 @@ def test_rows_are_of_paths_alone_and_modes_of_other_ways_alone(tmp_path):
     measured = run_stage(tmp_path, config)
     memory = pd.DataFrame(
         [[8, "learned@in_place", 77, "in_place"], [8, "learned", 99, "in_place"]],
-        columns=timing.MEMORY_COLUMNS,
+        columns=MEMORY_COLUMNS,
     )
     rows, modes = summarise(measured.raw, memory), mode_rows(measured.raw, memory)
     assert {row["path"] for row in rows} == {"native", "direct", "direct_stock", "ridge", "learned"}

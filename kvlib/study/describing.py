@@ -12,10 +12,11 @@ from kvlib.cache import Geometry
 from kvlib.pair import fingerprint
 from kvlib.study.assets import load_assets
 from kvlib.study.corpus import Article
+from kvlib.study.device import device_name
 from kvlib.study.models import REVISIONS
 from kvlib.study.profile import DatasetCorpus, HubModel, PrunedModel, RandomModel, WikipediaCorpus
 from kvlib.study.records import read_record
-from kvlib.study.run import Run, device_name
+from kvlib.study.run import Run
 
 TEXTS = "texts.json"  # in the pair stage's folder: what was read of each text of a corpus that has several
 PACKAGES = (

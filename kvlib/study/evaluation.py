@@ -16,6 +16,7 @@ from kvlib.maps import CacheMap, DirectMap, load_map
 from kvlib.pair import rotary_of
 from kvlib.study.controls import CONTROLS, NOISE, Content, control_maps, donors_of
 from kvlib.study.describing import commit
+from kvlib.study.device import device_of, training_dtype
 from kvlib.study.final_tables import (
     PATHS,
     checked_steps,
@@ -33,7 +34,7 @@ from kvlib.study.profile import Evaluation
 from kvlib.study.progress import Progress
 from kvlib.study.prompts import TOO_MANY, PromptStore
 from kvlib.study.records import hash_json, write_table
-from kvlib.study.run import Run, device_of, training_dtype
+from kvlib.study.run import Run
 from kvlib.study.screening import check_fingerprint
 
 PREFILL_UNITS, PATH_UNITS = 3, 1

@@ -6,6 +6,7 @@ from pathlib import Path
 from kvlib.errors import KvlibError
 from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import commit, environment
+from kvlib.study.device import device_name, device_of
 from kvlib.study.records import (
     append_line,
     hash_json,
@@ -15,7 +16,7 @@ from kvlib.study.records import (
     sha256_file,
     write_json,
 )
-from kvlib.study.run import NOTEBOOKS, Run, code_hash, device_name, device_of, now
+from kvlib.study.run import NOTEBOOKS, Run, code_hash, now
 from kvlib.study.selection import FREEZE_RULE
 
 WRONG_TRAINED = "wrong_trained"  # the control: the frozen arm, trained on other prompts' caches

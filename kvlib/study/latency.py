@@ -7,13 +7,15 @@ import torch
 
 from kvlib.attaching import compute_dtype
 from kvlib.cache import PrefixCache
+from kvlib.clocks import memory_bandwidth_gb_s
 from kvlib.compiled import SAMPLE_TOKENS, compiled_correction, no_compiler, why_not_compiled
 from kvlib.errors import KvlibError
 from kvlib.floor import step_bytes
 from kvlib.geometry import Geometry, queries_per_head, rotary_of
-from kvlib.latency import MadeCaches, memory_bandwidth_gb_s
+from kvlib.latency import MadeCaches
 from kvlib.maps import CacheMap, load_map
 from kvlib.study.describing import environment
+from kvlib.study.device import device_of
 from kvlib.study.gate import gates
 from kvlib.study.latency_tables import crossovers, floor_rows, mode_rows, summarise
 from kvlib.study.models import OneModel, load_pair_model, load_pair_tokenizer, place_of
@@ -21,7 +23,7 @@ from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.pipelining import pipeline_medians
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, write_table
-from kvlib.study.run import Run, device_of
+from kvlib.study.run import Run
 from kvlib.study.screening import check_fingerprint
 from kvlib.study.timing import (
     MODES_OF,

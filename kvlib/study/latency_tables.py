@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pandas as pd
 import torch
 
+from kvlib.clocks import percentiles
 from kvlib.floor import cache_bytes, floor_ms
 from kvlib.geometry import Geometry
-from kvlib.latency import percentiles
 from kvlib.modes import MARK, WAYS, split_name
 
 ORDER = ("native", "direct", "direct_stock", "ridge", "learned")

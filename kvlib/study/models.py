@@ -12,12 +12,13 @@ from kvlib.errors import KvlibError
 from kvlib.load_errors import first_line, load_error
 from kvlib.pair import load_model, load_tokenizer
 from kvlib.study.assets import fetch
+from kvlib.study.device import device_of
 from kvlib.study.folders import check_folder, write_folder
 from kvlib.study.headroom import check_memory
 from kvlib.study.hub import check_files, commit_of, local_folder, snapshot
 from kvlib.study.profile import DatasetCorpus, GgufModel, HubModel, Pair, RandomModel
 from kvlib.study.records import read_record, write_json
-from kvlib.study.run import Run, device_of, home
+from kvlib.study.run import Run, home
 
 REVISIONS = "revisions.json"  # in the pair stage's folder
 CACHE_VARIABLE = "KVLIB_CACHE"  # where assets are kept; .cache in the project's folder unless set

@@ -24,6 +24,7 @@ from kvlib.study.corpus import (
 )
 from kvlib.study.decision import decision_rule_hash
 from kvlib.study.describing import TEXTS, describe_corpus, describe_model, display_name, environment
+from kvlib.study.device import device_of, training_dtype
 from kvlib.study.documents import read_texts
 from kvlib.study.gate import gates, held_out_nll, worst
 from kvlib.study.models import (
@@ -48,7 +49,7 @@ from kvlib.study.profile import (
 )
 from kvlib.study.progress import Progress
 from kvlib.study.records import read_json, read_record, write_json, write_table
-from kvlib.study.run import Run, device_of, home, training_dtype
+from kvlib.study.run import Run, home
 
 PRUNING_COST = ("seconds", "peak_bytes")
 

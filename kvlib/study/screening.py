@@ -14,6 +14,7 @@ from kvlib.maps import RidgeMap, load_map, save_map
 from kvlib.maps.base import map_provenance
 from kvlib.pair import fingerprint
 from kvlib.study.arms import chosen_arms
+from kvlib.study.device import device_of, training_dtype
 from kvlib.study.executors import executor_of
 from kvlib.study.gate import gates
 from kvlib.study.learning import Task, Trainer
@@ -23,7 +24,7 @@ from kvlib.study.pairing import load_partitions, recorded_fingerprint
 from kvlib.study.progress import Progress
 from kvlib.study.prompts import TOO_MANY, PromptStore
 from kvlib.study.records import hash_json, read_record, write_json, write_table
-from kvlib.study.run import Run, device_of, training_dtype
+from kvlib.study.run import Run
 from kvlib.study.scoring import Scorer
 from kvlib.study.selection_tables import arm_record, selected_arms, summarise_screening
 from kvlib.study.store import TOO_LONG, WINDOWS_AT_ONCE, WindowStore, hash_ids

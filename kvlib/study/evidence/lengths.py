@@ -14,13 +14,14 @@ from kvlib.cache import PrefixCache, prefill
 from kvlib.divergence import Divergence, oracle_reference, path_divergence
 from kvlib.maps import CacheMap
 from kvlib.room import Room
+from kvlib.study.device import device_of
 from kvlib.study.evidence.keeping import kept_scores
 from kvlib.study.lowering import room
 from kvlib.study.models import OneModel
 from kvlib.study.partitions import content_tokens, encode
 from kvlib.study.progress import Progress
 from kvlib.study.records import hash_json, read_tensors, write_tensors
-from kvlib.study.run import Run, device_of
+from kvlib.study.run import Run
 from kvlib.study.statistics import describe, paired
 
 PATHS = ("direct", "ridge", "learned")

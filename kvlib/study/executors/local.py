@@ -10,13 +10,14 @@ import torch
 
 from kvlib.errors import KvlibError
 from kvlib.study.bench import Bench
+from kvlib.study.device import device_of
 from kvlib.study.executors import Settings
 from kvlib.study.executors.processes import Errand, ProcessCrew
 from kvlib.study.executors.sizing import share_out
 from kvlib.study.learning import Task
 from kvlib.study.progress import Progress
 from kvlib.study.records import PARTIAL
-from kvlib.study.run import Run, device_of
+from kvlib.study.run import Run
 from kvlib.study.shares import Share
 from kvlib.study.units import Done, Opening, Unit
 

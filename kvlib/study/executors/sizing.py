@@ -12,6 +12,7 @@ then. Only the number of workers follows what is left and free.
 
 import psutil
 
+from kvlib.study.device import device_of, training_dtype
 from kvlib.study.executors import Settings
 from kvlib.study.models import load_pair_config
 from kvlib.study.plan.bench import Bench as Planned
@@ -19,7 +20,7 @@ from kvlib.study.plan.memory import FLOAT32
 from kvlib.study.plan.peaks import peaks_of
 from kvlib.study.plan.shapes import shape_of_config
 from kvlib.study.plan.work import unit_flop
-from kvlib.study.run import Run, device_of, training_dtype
+from kvlib.study.run import Run
 from kvlib.study.shares import Share, keep_share, share_of
 from kvlib.study.units import Unit
 

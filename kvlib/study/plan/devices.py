@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 import yaml
 
+from kvlib.clocks import clock, memory_bandwidth_gb_s
 from kvlib.errors import KvlibError
-from kvlib.latency import clock, memory_bandwidth_gb_s
 from kvlib.linear import linear
 from kvlib.study.plan.operations import Cost
 from kvlib.study.profile import DATA, Profile

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvlib.errors import KvlibError
+from kvlib.study.device import training_dtype
 from kvlib.study.display import duration
 from kvlib.study.plan import fitting, storage
 from kvlib.study.plan.bench import Bench
@@ -18,7 +19,7 @@ from kvlib.study.plan.peaks import peaks_of
 from kvlib.study.plan.work import Part, parts_of
 from kvlib.study.profile import Profile, load_profile
 from kvlib.study.records import STAGES, read_record
-from kvlib.study.run import NOTEBOOKS, Run, home, training_dtype
+from kvlib.study.run import NOTEBOOKS, Run, home
 
 
 @dataclass(frozen=True)
