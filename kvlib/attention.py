@@ -68,10 +68,12 @@ class Affine:
         return y.view(q.shape)
 
     def composed(self) -> "Affine":
-        """The same map with its linear part as one matrix, W + s L R: one product where there were three.
+        """The same map with its linear part as one matrix, W + s L R, laid out row by row: one product where there were three.
 
         Not in half precision: the identity's ones would swallow what is small beside them.
         """
+        if self.left is None and self.dense is not None:
+            return Affine(self.dense.contiguous(), self.bias)
         if self.left is None or self.left.dtype not in (torch.float32, torch.float64):
             return self
         dense = self.dense
