@@ -14,7 +14,8 @@ What would blur it is dealt with before the baseline. Weights that safetensors m
 so that they are anonymous memory already. The path runs once on a short prefix, so that thread pools and
 scratch memory that libraries make on first use are not counted. glibc gives freed pages back at once. What is left is
 some hundred kilobytes, up to a megabyte, of Python's own and glibc's heap, which they touch as they please: it only ever
-adds, so every path but native, which takes a thousand times as much, is measured a few times and the least counts. The
+adds, so every path but native, which takes a thousand times as much, is measured a few times and the least counts. How a
+heap lies still differs from process to process, so that peaks of under a megabyte cannot be told apart. The
 cache is random numbers in the pair's shape, the prompt random tokens: memory does not depend on values.
 
 Every probe on a CPU is a fork of one process that has loaded the target on a single thread and run nothing:
